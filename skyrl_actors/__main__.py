@@ -212,6 +212,20 @@ def journal(
 
 
 @app.command(rich_help_panel=operator_commands.PANEL)
+def upgrade(config: Config, overrides: Overrides = None) -> None:
+    """Let a running service use the installed version, without losing a client.
+
+    Install the new version where the service runs, then run this with the service's config.
+    Controller and HTTP endpoint are replaced, and clients wait for seconds. Ranks and engines stay
+    if they speak the same protocol and have the same configuration; others are restarted, and their
+    models come back from the journal.
+    """
+    from skyrl_actors.commands.upgrade import run
+
+    run(config, overrides or [])
+
+
+@app.command(rich_help_panel=operator_commands.PANEL)
 def backup(
     config: Config,
     target: Annotated[Path, typer.Argument(help="a new folder for the copy")],

@@ -231,6 +231,17 @@ def published(service: str) -> dict[str, str] | None:
     return json.loads(content) if content else None
 
 
+def is_same(found: Any, wanted: Any) -> bool:
+    """Return whether a spec from another process equals this one.
+
+    A process of another version can send one that lacks a field.
+    """
+    try:
+        return bool(found == wanted)
+    except AttributeError:
+        return False
+
+
 async def end_named(names: Sequence[str]) -> None:
     """Kill the actors of these names and wait until the names are free again."""
     for name in names:

@@ -219,6 +219,7 @@ HEAVY = {
         "commands/logs.py",
         "commands/serve.py",
         "commands/train.py",
+        "commands/upgrade.py",
         "placement/reserve.py",
     ),
     "jax": ("jax_workers/",),

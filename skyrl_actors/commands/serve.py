@@ -59,7 +59,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
         state_file(config.name).write_text(json.dumps(state))
         asyncio.run(_start_controller(config, base_folder))
         start_ingress(config)
-        _wait_until_healthy(config)
+        wait_until_healthy(config)
         undo.pop_all()
     _say_how_to_use(config)
     if block:
@@ -205,7 +205,8 @@ def scaling(http: HttpConfig) -> dict[str, Any]:
     return {"autoscaling_config": autoscaling}
 
 
-def _wait_until_healthy(config: ClusterConfig) -> None:
+def wait_until_healthy(config: ClusterConfig) -> None:
+    """Wait until the endpoint serves requests. Raises InternalError after `READY_TIMEOUT_S`."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     answer = "no answer"
     while time.monotonic() < deadline:

@@ -118,7 +118,7 @@ class LocalEngine(EngineReplica):
         except InternalError as error:
             self._report(f"{self.name} of an earlier controller cannot be taken over: {error}")
             return None
-        return report if report.ready and report.spec == self.site.spec else None
+        return report if report.ready and remote.is_same(report.spec, self.site.spec) else None
 
     async def _make(self) -> None:
         await self.prepare()

@@ -94,7 +94,7 @@ class ActorGroup:
         self.info = found[0].info
         self._note(found)
         return all(
-            status.spec == spec and status.info is not None
+            remote.is_same(status.spec, spec) and status.info is not None
             for status, spec in zip(found, specs, strict=True)
         )
 

@@ -16,6 +16,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
+from skyrl_actors.transport.handshake import PROTOCOL_VERSION
 
 TORN = -1  # instead of an operation's number: the state is incomplete
 MemoryPart = Literal["weights", "gradients", "optimizer"]
@@ -47,6 +48,7 @@ class WorkerSpec:
     environment: tuple[tuple[str, str], ...] = ()  # the config's; a rank with others is restarted
     router_replay: bool = False  # requests can bring the experts of their tokens
     hosts_engine: bool = False  # in its process; one of another class is restarted
+    protocol: int = PROTOCOL_VERSION  # of its calls; a rank of another version is restarted
 
     @property
     def mesh_ranks(self) -> int:
