@@ -254,7 +254,7 @@ def restore(
 
     A backup can be restored to SQLite or, with `journal.url`, to an empty PostgreSQL database.
     """
-    from skyrl_actors.commands.backup import restore as run
+    from skyrl_actors.commands.restore import restore as run
 
     run(source, config, overrides or [])
 
@@ -270,7 +270,7 @@ def check(
     overrides: Overrides = None,
 ) -> None:
     """Read every record of a journal and every checkpoint, and list what is damaged."""
-    from skyrl_actors.commands.backup import check as run
+    from skyrl_actors.commands.restore import check as run
 
     if not run(target, overrides or []):
         raise typer.Exit(1)

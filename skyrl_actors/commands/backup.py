@@ -1,4 +1,4 @@
-"""`backup`, `restore` and `check`: one consistent copy of journal and checkpoints.
+"""`backup`: one consistent copy of journal and checkpoints.
 
 The copy of the database comes first. Every file that one of its rows names is on the disk already
 and never changes, and a note in the journal's folder forbids its removal meanwhile. Checkpoints are
@@ -7,31 +7,30 @@ copied last, so the copy has those that the journal knows, and possibly newer on
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_actors.commands.terminal import bar, console
-from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.load import load
-from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE, CheckpointFolders
+from skyrl_actors.controller.checkpoints import SPEC_FILE
 from skyrl_actors.journal import copying, opening
-from skyrl_actors.messages.errors import ConfigError, SkyrlActorsError
+from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.copies import (
-    MANIFEST,
+    CHECKPOINTS,
+    JOURNAL,
     FileCopy,
     copied,
     described,
-    faults,
     read_manifest,
     write_manifest,
 )
 
 ATTEMPTS = 3
-JOURNAL, CHECKPOINTS = "journal", "checkpoints"
-PASSING = (".partial", ".deleted")  # ends of names of files that are being written or removed
-SHOWN_FAULTS = 20
+# Ends of the names of files that are being written or removed.
+PASSING = (".partial", ".deleted", ".old")
+DEPTH = 2  # of kinds below checkpoint_dir: <run>/<kind>/<name>
+COPIES, COPY_PAUSE_S = 20, 0.1  # attempts to copy a checkpoint that changes
 Files = dict[str, FileCopy]
 
 
@@ -45,9 +44,9 @@ def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | N
     previous = None if since is None else _previous(since)
     began = time.monotonic()
     try:
-        with copying.held(folder) as hold:
-            files = _copied_journal(engine, folder, staging / JOURNAL, previous, hold.renew)
-            files |= _copied_checkpoints(wanted.checkpoint_dir, staging / CHECKPOINTS, hold.renew)
+        with copying.held(folder):
+            files = _copied_journal(engine, folder, staging / JOURNAL, previous)
+            files |= _copied_checkpoints(wanted.checkpoint_dir, staging / CHECKPOINTS)
         about = {"service": wanted.name, "made_at": time.time()}
         write_manifest(staging, files, about)
         staging.rename(target)
@@ -77,16 +76,14 @@ def _previous(folder: Path) -> Path:
     return folder / JOURNAL
 
 
-def _copied_journal(
-    engine: Any, folder: Path, target: Path, previous: Path | None, renew: Callable[[], None]
-) -> Files:
+def _copied_journal(engine: Any, folder: Path, target: Path, previous: Path | None) -> Files:
     """Copy the database and the files that its rows name.
 
     A sweep that began before it was forbidden may still remove a file; then all is copied again.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return _copied_once(engine, folder, target, previous, renew)
+            return _copied_once(engine, folder, target, previous)
         except FileNotFoundError as error:
             shutil.rmtree(target, ignore_errors=True)
             if attempt == ATTEMPTS:
@@ -97,9 +94,7 @@ def _copied_journal(
     raise AssertionError("unreachable")
 
 
-def _copied_once(
-    engine: Any, folder: Path, target: Path, previous: Path | None, renew: Callable[[], None]
-) -> Files:
+def _copied_once(engine: Any, folder: Path, target: Path, previous: Path | None) -> Files:
     target.mkdir(parents=True, mode=0o700)
     database = target / opening.DATABASE
     copy = opening.connect(opening.database_url(target, None))
@@ -123,7 +118,6 @@ def _copied_once(
             old = None if previous is None else previous / name
             files[f"{JOURNAL}/{name}"] = copied(folder / name, target / name, old)
             progress.advance(progress.task_ids[0])
-            renew()
     for empty in (opening.PACKS, opening.SNAPSHOTS):
         (target / empty).mkdir(exist_ok=True, mode=0o700)
     (target / opening.EPOCH).write_text(epoch)
@@ -133,61 +127,70 @@ def _copied_once(
     return files
 
 
-def _copied_checkpoints(root: Path, target: Path, renew: Callable[[], None]) -> Files:
+def _copied_checkpoints(root: Path, target: Path) -> Files:
     """Copy checkpoints, notes of runs and sessions, and secrets; what is deleted is left out."""
     root = root.expanduser().resolve()
     target.mkdir(mode=0o700)
     files: Files = {}
-    if not root.is_dir():
-        return files
     places = list(_units(root))
     with bar("checkpoints", len(places)) as progress:
         for place in places:
-            with suppress(FileNotFoundError):  # it was deleted meanwhile
-                files |= _copied_unit(root, place, target)
+            files |= _copied_unit(root, place, target)
             progress.advance(progress.task_ids[0])
-            renew()
     return files
 
 
-def _units(root: Path) -> Iterator[Path]:
+def _units(folder: Path, depth: int = 0) -> Iterator[Path]:
     """Yield checkpoints as folders, and all other files alone."""
-    for path in sorted(root.iterdir()):
-        if path.name.endswith(PASSING):
+    try:
+        inside = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+        return
+    for path in inside:
+        if _is_passing(path):
             continue
-        if path.is_file() or (path / SPEC_FILE).is_file():
-            yield path
+        if path.is_dir() and not (path / SPEC_FILE).is_file() and depth < DEPTH:
+            yield from _units(path, depth + 1)
         else:
-            yield from _units(path)
+            yield path
 
 
 def _copied_unit(root: Path, place: Path, target: Path) -> Files:
-    """Copy a file, or a checkpoint as it is at one time. Raises FileNotFoundError."""
-    while True:
-        inside = [place] if place.is_file() else sorted(place.iterdir())
-        before = _version(place)
-        made: Files = {}
+    """Copy a file or a checkpoint as it is at one time. Return nothing for one that is deleted.
+
+    A checkpoint that is saved again is away for a moment.
+    """
+    for _ in range(COPIES):
         try:
-            for file in inside:
-                if not file.name.endswith(PASSING):
-                    name = file.relative_to(root)
-                    made[f"{CHECKPOINTS}/{name}"] = copied(file, target / name)
+            before = _content(place)
+            made = {
+                f"{CHECKPOINTS}/{file.relative_to(root)}": copied(
+                    file, target / file.relative_to(root)
+                )
+                for file in before
+            }
+            if _content(place) == before:
+                return made
         except FileNotFoundError:
-            _remove(target / place.relative_to(root))
-            if not place.exists():
-                raise
-            continue
-        if place.is_file() or _version(place) == before:
-            return made
-        _remove(target / place.relative_to(root))  # it was saved again meanwhile
+            pass
+        _remove(target / place.relative_to(root))
+        time.sleep(COPY_PAUSE_S)
+        if not place.exists():
+            return {}
+    raise ConfigError(
+        f"{place} cannot be copied: a file of it is missing, or it changes all the time"
+    )
 
 
-def _version(checkpoint: Path) -> tuple[Any, ...]:
-    """Return what differs between two saves of a checkpoint under one name."""
-    if checkpoint.is_file():
-        return ()
-    marks = [checkpoint / name for name in (SAVED_BY, SPEC_FILE)]
-    return tuple(mark.stat().st_mtime_ns if mark.exists() else None for mark in marks)
+def _content(place: Path) -> dict[Path, tuple[int, int, int]]:
+    """Return the files of a checkpoint, with what differs between two files of one name."""
+    files = [place] if not place.is_dir() else sorted(place.iterdir())
+    found = {file: file.stat() for file in files if not _is_passing(file)}
+    return {file: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for file, stat in found.items()}
+
+
+def _is_passing(file: Path) -> bool:
+    return file.name.startswith(".") and file.name.endswith(PASSING)
 
 
 def _remove(path: Path) -> None:
@@ -195,94 +198,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def restore(source: Path, config: Path, overrides: Sequence[str]) -> None:
-    """Put a backup in the places that a config names, which must be empty. Raises ConfigError."""
-    wanted = load(config, overrides)
-    files, about = read_manifest(source)
-    engine, folder = copying.engine_of(wanted.journal)
-    places = {JOURNAL: folder, CHECKPOINTS: wanted.checkpoint_dir.expanduser().resolve()}
-    for place in places.values():
-        if place.exists() and any(place.iterdir()):
-            raise ConfigError(f"{place} is not empty; restore into empty folders")
-    if found := list(faults(source, files)):
-        raise ConfigError(f"the backup is damaged: {'; '.join(found[:3])}")
-    is_remote = wanted.journal.url is not None
-    with bar("files", len(files)) as progress:
-        for name in files:
-            part, _, rest = name.partition("/")
-            if not (is_remote and rest == opening.DATABASE):
-                copied(source / name, places[part] / rest)
-            progress.advance(progress.task_ids[0])
-    for empty in (opening.PACKS, opening.SNAPSHOTS):
-        (folder / empty).mkdir(exist_ok=True, mode=0o700)
-    try:
-        if is_remote:
-            copy = opening.connect_unchanged(source / JOURNAL / opening.DATABASE)
-            copying.copy_rows(copy, engine, lambda _: None)
-            copy.dispose()
-    finally:
-        engine.dispose()
-    command = " ".join(["skyrl-actors serve", str(config), *overrides])
-    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(about["made_at"]))
-    console.print(
-        f"restored {about['service']} as it was at {made} to {folder} and "
-        f"{places[CHECKPOINTS]}; start it with `{command}`"
-    )
-
-
-def check(target: Path, overrides: Sequence[str]) -> bool:
-    """Check a backup, or the journal and checkpoints of a config. Return whether all is whole."""
-    if target.is_dir():
-        files, _ = read_manifest(target)
-        problems = list(faults(target, files))
-        database = opening.connect_unchanged(target / JOURNAL / opening.DATABASE)
-        problems += _checked(database, target / JOURNAL, target / CHECKPOINTS)
-        what = f"{len(files)} files of {MANIFEST}, and all that the journal names"
-    else:
-        wanted: ClusterConfig = load(target, overrides)
-        engine, folder = copying.engine_of(wanted.journal)
-        if not (folder / opening.MARKER).is_file():
-            raise ConfigError(f"{folder} is no journal; set journal.folder to one")
-        with copying.held(folder):
-            problems = _checked(engine, folder, wanted.checkpoint_dir)
-        what = "all that the journal names, and the checkpoints"
-    for problem in problems[:SHOWN_FAULTS]:
-        console.print(f"[red]{problem}[/red]")
-    if len(problems) > SHOWN_FAULTS:
-        console.print(f"and {len(problems) - SHOWN_FAULTS} more")
-    console.print(f"{what}: {'whole' if not problems else f'{len(problems)} faults'}")
-    return not problems
-
-
-def _checked(engine: Any, folder: Path, checkpoints: Path) -> list[str]:
-    """Return the faults of a journal and of checkpoints."""
-    try:
-        with bar("records", None) as progress:
-            task = progress.task_ids[0]
-            found = list(
-                copying.faults(engine, folder, lambda n: progress.update(task, completed=n))
-            )
-    finally:
-        engine.dispose()
-    folders = CheckpointFolders(checkpoints)
-    for run in folders.runs():
-        for checkpoint in run.checkpoints:
-            found += _of_checkpoint(folders, checkpoint.path)
-    return found
-
-
-def _of_checkpoint(folders: CheckpointFolders, path: str) -> Iterator[str]:
-    from safetensors import SafetensorError, safe_open
-
-    from skyrl_actors.messages.paths import parse_path
-
-    where = parse_path(path)
-    try:
-        folders.spec(where)
-        for file in folders.existing(where).glob("*.safetensors"):
-            with safe_open(file, "numpy"):  # reads the header, and compares it with the size
-                pass
-    except (SkyrlActorsError, SafetensorError, OSError) as error:
-        yield f"checkpoint {path}: {error}"

@@ -94,7 +94,9 @@ class ActorGroup:
         self.info = found[0].info
         self._note(found)
         return all(
-            remote.is_same(status.spec, spec) and status.info is not None
+            status.is_of_this_version
+            and remote.is_same(status.spec, spec)
+            and status.info is not None
             for status, spec in zip(found, specs, strict=True)
         )
 

@@ -98,7 +98,9 @@ class Standby(Supervisor):
             except InternalError:
                 remote.typed_ray.kill(actor)
                 continue
-            if status.spec is not None:
+            if not status.is_of_this_version:
+                remote.typed_ray.kill(actor)
+            elif status.spec is not None:
                 self.strays.append((actor, status))
             elif self.actor is None and name.startswith(self._own_prefix):
                 self._set_up(actor)

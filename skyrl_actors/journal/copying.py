@@ -3,58 +3,53 @@
 A copy is always an SQLite database, so that a backup can be restored to either kind of database.
 """
 
-import logging
+import threading
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal import opening
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.entries import Blob, SnapshotTaken
+from skyrl_actors.journal.group_commit import reason
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.messages.errors import ConfigError, Corrupt
 from skyrl_actors.storage.files import write_durably
 
-log = logging.getLogger(__name__)
 ROWS = 1000  # copied at a time
 HELD_S = 600.0
 
 
-class Hold:
-    """A note in the journal's folder that stops sweeps: nothing that a row names is removed.
-
-    It ends by itself after `HELD_S`, in case its process dies.
-    """
-
-    def __init__(self, folder: Path):
-        self._file = folder / opening.HOLD
-        self._renewed = 0.0
-        self.renew()
-
-    def renew(self) -> None:
-        """Hold for longer. Cheap; to be called often."""
-        if time.monotonic() - self._renewed > HELD_S / 10:
-            write_durably(self._file, str(time.time() + HELD_S))
-            self._renewed = time.monotonic()
-
-    def release(self) -> None:
-        self._file.unlink(missing_ok=True)
-
-
 @contextmanager
-def held(folder: Path) -> Generator[Hold]:
-    """Stop the sweeps of a journal."""
-    hold = Hold(folder)
+def held(folder: Path) -> Generator[None]:
+    """Stop the sweeps of a journal: nothing that a row names is removed meanwhile.
+
+    Each holder has a note of its own in the journal's folder. A note ends by itself after `HELD_S`,
+    in case its process dies; a thread renews it until then.
+    """
+    note, ended = folder / f"{opening.HOLD}.{uuid.uuid4().hex}", threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(HELD_S / 10):
+            write_durably(note, str(time.time() + HELD_S))
+
+    write_durably(note, str(time.time() + HELD_S))
+    renewing = threading.Thread(target=renew, daemon=True)
+    renewing.start()
     try:
-        yield hold
+        yield
     finally:
-        hold.release()
+        ended.set()
+        renewing.join()
+        note.unlink(missing_ok=True)
 
 
 def copy_rows(source: sa.Engine, target: sa.Engine, progress: Callable[[int], None]) -> int:
@@ -62,8 +57,8 @@ def copy_rows(source: sa.Engine, target: sa.Engine, progress: Callable[[int], No
 
     Raises ConfigError if the versions differ. `progress` is called with the rows so far.
     """
-    opening.create(target)
     with source.connect() as reading, target.begin() as writing:
+        opening.create(writing)
         _begin_reading(reading)
         _check_versions(reading, writing)
         copied = 0
@@ -85,6 +80,8 @@ def _begin_reading(connection: sa.Connection) -> None:
     else:
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+        # Files are read between two rows.
+        connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
 
 
 def _check_versions(source: sa.Connection, target: sa.Connection) -> None:
@@ -127,6 +124,13 @@ def faults(engine: sa.Engine, folder: Path, progress: Callable[[int], None]) -> 
 
     `progress` is called with the number of checked records.
     """
+    try:
+        yield from _faults(engine, folder, progress)
+    except SQLAlchemyError as error:
+        yield f"the database cannot be read: {reason(error)}"
+
+
+def _faults(engine: sa.Engine, folder: Path, progress: Callable[[int], None]) -> Iterator[str]:
     packs, checked = PackStore(folder / opening.PACKS), 0
     with engine.connect() as connection:
         _begin_reading(connection)
@@ -142,7 +146,7 @@ def faults(engine: sa.Engine, folder: Path, progress: Callable[[int], None]) -> 
             checked += 1
             progress(checked)
         snapshots = SnapshotFolders(folder / opening.SNAPSHOTS)
-        for row in connection.execute(sa.select(t.snapshots)).mappings():
+        for row in connection.execute(sa.select(t.snapshots)).mappings().all():
             try:
                 snapshots.verify(SnapshotTaken(**row))
             except Corrupt as error:

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ MARKER = "journal.json"
 DATABASE = "journal.db"
 LOCK = "journal.lock"
 EPOCH = "journal.epoch"
-HOLD = "journal.hold"  # the time until which nothing is swept
+HOLD = "journal.hold"  # of files with the time until which nothing is swept
 STATEMENT_MS = 15_000  # longest time the database may take for one statement
 PACKS, SNAPSHOTS = "packs", "snapshots"
 OWN = {
@@ -38,7 +39,6 @@ OWN = {
     f"{DATABASE}-journal",
     LOCK,
     EPOCH,
-    HOLD,
     PACKS,
     SNAPSHOTS,
 }
@@ -73,7 +73,7 @@ def connect(url: URL) -> sa.Engine:
 
 def connect_unchanged(database: Path) -> sa.Engine:
     """Create an engine that reads an SQLite file which nobody writes, and never changes it."""
-    address = f"{database.resolve().as_uri()}?immutable=1"
+    address = f"{database.resolve().as_uri()}?mode=ro&immutable=1"
     return sa.create_engine("sqlite://", creator=lambda: sqlite3.connect(address, uri=True))
 
 
@@ -122,10 +122,11 @@ def note_epoch(folder: Path, epoch: int) -> None:
 
 def is_held(folder: Path, now: float) -> bool:
     """Return whether a backup forbids sweeps of this journal."""
-    try:
-        return float((folder / HOLD).read_text()) > now
-    except (FileNotFoundError, ValueError):
-        return False
+    for note in folder.glob(f"{HOLD}.*"):
+        with suppress(FileNotFoundError, ValueError):
+            if float(note.read_text()) > now:
+                return True
+    return False
 
 
 def check_folder(folder: Path) -> None:
@@ -222,12 +223,16 @@ def migrate(engine: sa.Engine, folder: Path, has_marker: bool, only_check: bool 
         return _identity(connection, folder)
 
 
-def create(engine: sa.Engine) -> None:
+def check_empty(connection: sa.Connection) -> None:
+    """Raise ConfigError for a database with tables."""
+    if names := sa.inspect(connection).get_table_names():
+        raise ConfigError(f"{connection.engine.url} is not empty: it has the table {min(names)}")
+
+
+def create(connection: sa.Connection) -> None:
     """Create the tables of this version in an empty database. Raises ConfigError otherwise."""
-    with engine.begin() as connection:
-        if names := sa.inspect(connection).get_table_names():
-            raise ConfigError(f"{engine.url} is not empty: it has the table {min(names)}")
-        _run_migrations(connection)
+    check_empty(connection)
+    _run_migrations(connection)
 
 
 def _scripts() -> ScriptDirectory:

@@ -5,8 +5,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from skyrl_actors.messages.errors import ConfigError
@@ -14,6 +15,7 @@ from skyrl_actors.storage.files import fsync, write_durably
 
 MANIFEST = "backup.json"
 FORMAT = 1
+JOURNAL, CHECKPOINTS = PARTS = ("journal", "checkpoints")  # the folders of a copy
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -28,15 +30,19 @@ class FileCopy:
 def copied(source: Path, target: Path, previous: Path | None = None) -> FileCopy:
     """Copy a file durably. Raises OSError.
 
-    `previous`: an older copy of this file, which never changes; it is linked instead of copied.
+    `previous`: an older copy; if its content is the same, it is linked where that is possible.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    size = source.stat().st_size
-    if previous is not None and previous.is_file() and previous.stat().st_size == size:
-        os.link(previous, target)
-        return described(target)
+    if previous is not None and previous.is_file():
+        found = described(source)
+        if described(previous) == found:
+            with suppress(OSError):  # as on another disk
+                os.link(previous, target)
+                return found
     whole, size = hashlib.sha256(), 0
-    with source.open("rb") as reading, target.open("xb") as writing:
+    # Others must not read a secret before its mode is set.
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with source.open("rb") as reading, os.fdopen(descriptor, "wb") as writing:
         while content := reading.read(CHUNK_BYTES):
             whole.update(content)
             writing.write(content)
@@ -68,14 +74,17 @@ def read_manifest(folder: Path) -> tuple[dict[str, FileCopy], dict[str, Any]]:
     """Return the files of a copy, and what was kept with them. Raises ConfigError."""
     try:
         content = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no complete backup: {error}") from None
-    if content.get("format") != FORMAT:
-        raise ConfigError(
-            f"{folder} is a backup of format {content.get('format')}; this version reads {FORMAT}"
-        )
-    files = {name: FileCopy(*given) for name, given in content.pop("files").items()}
-    return files, content
+        found, files = content.get("format"), content.pop("files")
+        copies = {name: FileCopy(int(size), str(digest)) for name, (size, digest) in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder} is no complete backup: {error!r}") from None
+    if found != FORMAT:
+        raise ConfigError(f"{folder} is a backup of format {found}; this version reads {FORMAT}")
+    for name in copies:
+        parts = PurePosixPath(name).parts
+        if parts[0] not in PARTS or ".." in parts or str(PurePosixPath(*parts)) != name:
+            raise ConfigError(f"the backup {folder} names a file outside of it: {name[:200]!r}")
+    return copies, content
 
 
 def faults(folder: Path, files: Mapping[str, FileCopy]) -> Iterator[str]:

@@ -48,7 +48,6 @@ class WorkerSpec:
     environment: tuple[tuple[str, str], ...] = ()  # the config's; a rank with others is restarted
     router_replay: bool = False  # requests can bring the experts of their tokens
     hosts_engine: bool = False  # in its process; one of another class is restarted
-    protocol: int = PROTOCOL_VERSION  # of its calls; a rank of another version is restarted
 
     @property
     def mesh_ranks(self) -> int:
@@ -122,6 +121,12 @@ class RankStatus:
     applied: dict[str, int]  # by model id: the last operation applied, TORN when it failed midway
     pid: int
     log_file: str  # on the machine of the rank
+    protocol: int = PROTOCOL_VERSION  # of its process; one of another version is not taken over
+
+    @property
+    def is_of_this_version(self) -> bool:
+        """Whether its process speaks this version's protocol. Older ones do not send theirs."""
+        return getattr(self, "protocol", None) == PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

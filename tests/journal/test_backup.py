@@ -1,8 +1,11 @@
 """A backup of a running service is consistent, complete and can be restored and checked."""
 
 import asyncio
+import json
 import os
+import shutil
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 
 from skyrl_actors.commands import backup as command
-from skyrl_actors.commands.backup import backup, check, restore
+from skyrl_actors.commands import restore as restoring
+from skyrl_actors.commands.backup import backup
+from skyrl_actors.commands.restore import check, restore
 from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.config.keys import digest_of, owner_of_name
@@ -24,6 +29,7 @@ from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.keys import StoredKey
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.usage import Quota
+from skyrl_actors.storage.copies import MANIFEST
 from tests.fakes import FakeBackend
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "cpu_tiny.yaml"
@@ -101,7 +107,7 @@ async def test_a_backup_of_a_running_service_continues_elsewhere(
         number += 1
         await answered(controller, step(model_id, number), f"r{number}")
     await copying_now
-    assert check(copy, []) and not (config.folder / opening.HOLD).exists()
+    assert check(copy, []) and not list(config.folder.glob(f"{opening.HOLD}*"))
 
     elsewhere = JournalConfig(folder=tmp_path / "elsewhere" / "journal")
     restore(copy, CONFIG, overrides(elsewhere, tmp_path / "elsewhere"))
@@ -205,7 +211,7 @@ def test_a_missing_pack_is_named_and_nothing_is_left(stopped: JournalConfig, tmp
     with pytest.raises(ConfigError, match=f"packs/{pack.name} is missing"):
         backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
     assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
-    assert not (stopped.folder / opening.HOLD).exists()
+    assert not list(stopped.folder.glob(f"{opening.HOLD}*"))
 
 
 def test_an_interrupted_backup_leaves_nothing(
@@ -218,7 +224,7 @@ def test_an_interrupted_backup_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
     assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
-    assert not (stopped.folder / opening.HOLD).exists()
+    assert not list(stopped.folder.glob(f"{opening.HOLD}*"))
 
 
 def test_wrong_places_are_refused(stopped: JournalConfig, tmp_path: Path):
@@ -252,22 +258,169 @@ async def test_nothing_is_swept_while_a_backup_runs(
     assert await journal.sweep() > 0
 
 
-def test_a_checkpoint_that_is_saved_again_meanwhile_is_copied_whole(
-    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (note,) = (tmp_path / "checkpoints").rglob("note.txt")
+def racing(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
+    """Call `act` once, after the first file of a checkpoint was copied."""
     real, raced = command.copied, threading.Event()
 
     def slow(source: Path, target: Path, previous: Path | None = None) -> Any:
         found = real(source, target, previous)
-        if source == note and not raced.is_set():
+        if source.name == "note.txt" and not raced.is_set():
             raced.set()
-            note.write_text("the second")
-            (note.parent / "saved_by").write_text("another request")
+            act()
         return found
 
     monkeypatch.setattr(command, "copied", slow)
+    monkeypatch.setattr(command, "COPY_PAUSE_S", 0.05)
+
+
+def test_a_checkpoint_that_is_saved_again_meanwhile_is_copied_whole(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As `save` with overwrite does it: the name is away for a moment, and files differ."""
+    (note,) = (tmp_path / "checkpoints").rglob("note.txt")
+    folder = note.parent
+    old, new = folder.with_name(".one.7.old"), folder.with_name(".one.x.partial")
+
+    def overwrite() -> None:
+        shutil.copytree(folder, new)
+        (new / "note.txt").write_text("the second")
+        (new / "more.bin").write_text("more")
+        (new / "saved_by").write_text("another request")
+        folder.rename(old)
+        threading.Timer(0.02, lambda: new.rename(folder)).start()
+
+    racing(monkeypatch, overwrite)
     backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
-    assert raced.is_set() and check(tmp_path / "copy", [])
+    assert check(tmp_path / "copy", [])
     (copy,) = (tmp_path / "copy").rglob("note.txt")
-    assert copy.read_text() == "the second"
+    assert copy.read_text() == "the second" and (copy.parent / "more.bin").is_file()
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_left_out(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (note,) = (tmp_path / "checkpoints").rglob("note.txt")
+    racing(monkeypatch, lambda: shutil.rmtree(note.parent))
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    assert check(tmp_path / "copy", []) and not list((tmp_path / "copy").rglob("note.txt"))
+
+
+def test_a_file_that_cannot_be_copied_is_named(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command, "COPY_PAUSE_S", 0.0)
+    (note,) = (tmp_path / "checkpoints").rglob("note.txt")
+    (note.parent / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="weights/one cannot be copied"):
+        backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+
+
+def test_damage_of_an_older_backup_is_not_linked(stopped: JournalConfig, tmp_path: Path):
+    options = overrides(stopped, tmp_path)
+    backup(CONFIG, tmp_path / "one", options, None)
+    pack = next((tmp_path / "one" / "journal" / "packs").iterdir())
+    content = bytearray(pack.read_bytes())
+    content[0] ^= 1
+    pack.write_bytes(content)
+    backup(CONFIG, tmp_path / "two", options, tmp_path / "one")
+    assert check(tmp_path / "two", [])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["journal//tmp/pwned", "journal/../../pwned", "elsewhere/x", "/etc/x", "journal/./x"],
+)
+def test_a_manifest_that_names_files_elsewhere_is_refused(
+    name: str, stopped: JournalConfig, tmp_path: Path
+):
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    manifest = tmp_path / "copy" / MANIFEST
+    content = json.loads(manifest.read_text())
+    content["files"][name] = [1, "0"]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="names a file outside of it"):
+        restore(tmp_path / "copy", CONFIG, in_folder(tmp_path / "n"))
+
+
+@pytest.mark.parametrize("content", ['{"format": 1}', "[]", "{", '{"format": 2, "files": {}}'])
+def test_a_damaged_manifest_is_refused(content: str, tmp_path: Path):
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(ConfigError, match="backup"):
+        check(tmp_path, [])
+
+
+def test_an_interrupted_restore_leaves_nothing_that_could_be_served(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    real, count = restoring.copied, [0]
+    seen: list[str] = []
+
+    def interrupted(source: Path, target: Path) -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            with pytest.raises(ConfigError, match="is no journal"):  # as if it were killed now
+                opening.check_folder(tmp_path / "n" / "journal")
+            seen.append(source.name)
+            raise KeyboardInterrupt
+        return real(source, target)
+
+    monkeypatch.setattr(restoring, "copied", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        restore(tmp_path / "copy", CONFIG, in_folder(tmp_path / "n"))
+    assert seen and not list((tmp_path / "n" / "journal").iterdir())
+    monkeypatch.setattr(restoring, "copied", real)
+    restore(tmp_path / "copy", CONFIG, in_folder(tmp_path / "n"))
+    assert check(CONFIG, in_folder(tmp_path / "n"))
+
+
+def test_what_cannot_be_read_is_a_fault(
+    stopped: JournalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = overrides(stopped, tmp_path)
+    (run,) = (tmp_path / "checkpoints").glob("*/run.json")
+    run.write_text("{")
+    assert not check(CONFIG, options)
+    assert "run.json is damaged" in capsys.readouterr().out
+    backup(CONFIG, tmp_path / "copy", options, None)
+    database = tmp_path / "copy" / "journal" / "journal.db"
+    database.write_bytes(b"x" * 5000)
+    assert not check(tmp_path / "copy", [])
+    assert "the database cannot be read" in capsys.readouterr().out
+    database.unlink()
+    assert not check(tmp_path / "copy", []) and not database.exists()
+
+
+def test_each_holder_forbids_sweeps_until_it_ends(
+    stopped: JournalConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(copying, "HELD_S", 0.5)
+    with copying.held(stopped.folder):
+        with copying.held(stopped.folder):
+            pass
+        for _ in range(12):  # it is renewed
+            assert opening.is_held(stopped.folder, time.time())
+            time.sleep(0.1)
+    assert not opening.is_held(stopped.folder, time.time())
+
+
+def test_secrets_are_never_readable_for_others(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    secret = tmp_path / "checkpoints" / ".archive_secret"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    modes: list[int] = []
+    real = shutil.copystat
+
+    def copystat(source: Path, target: Path) -> None:
+        modes.append(target.stat().st_mode & 0o077)
+        real(source, target)
+
+    monkeypatch.setattr(shutil, "copystat", copystat)
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    restore(tmp_path / "copy", CONFIG, in_folder(tmp_path / "n"))
+    assert modes and set(modes) == {0}
+    assert (tmp_path / "n" / "checkpoints" / ".archive_secret").stat().st_mode & 0o777 == 0o600
+    for folder in ("journal", "checkpoints"):
+        assert (tmp_path / "n" / folder).stat().st_mode & 0o077 == 0
