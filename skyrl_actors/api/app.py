@@ -5,6 +5,7 @@ It imports neither Ray nor torch.
 
 import asyncio
 import logging
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -180,7 +181,7 @@ class Guard:
                 {"WWW-Authenticate": 'Bearer error="invalid_token"'},
             )
             await refusal(scope, receive, send)
-        elif is_of_another_site(scope["method"], headers):
+        elif is_of_another_site(scope["method"], headers, state.config.http.public_url):
             text = f"a page of another site may not send {scope['method']} {scope['path']}"
             await error_answer(scope["path"], text, "user", 403)(scope, receive, send)
         elif caller.role == "read_only" and not is_reading(scope["method"], scope["path"]):
@@ -222,14 +223,19 @@ class Guard:
         return None if grant is None else Caller(grant.owner, grant.role)
 
 
-def is_of_another_site(method: str, headers: dict[str, str]) -> bool:
+def is_of_another_site(method: str, headers: dict[str, str], public_url: str | None) -> bool:
     """Return whether a browser sends this for a page that this service did not serve.
 
-    Browsers name the origin of a request (https://www.w3.org/TR/fetch-metadata/); SDKs do not.
-    Such a page could otherwise act on a service that needs no key.
+    Browsers name the site (https://www.w3.org/TR/fetch-metadata/) or, over plain HTTP to another
+    machine, only the origin of such a page; SDKs name neither. The page could otherwise act on a
+    service that needs no key.
     """
-    site = headers.get("sec-fetch-site", "none")
-    return method not in ("GET", "HEAD", "OPTIONS") and site not in ("none", "same-origin")
+    if method in ("GET", "HEAD", "OPTIONS"):
+        return False
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site not in ("none", "same-origin")
+    own = {headers.get("host"), urlsplit(public_url).netloc if public_url else None}
+    return "origin" in headers and urlsplit(headers["origin"]).netloc not in own
 
 
 def is_reading(method: str, path: str) -> bool:

@@ -9,8 +9,10 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 
 from skyrl_actors.api.access import NotAllowed, caller_of
+from skyrl_actors.api.cpu_bound import run_in_thread
 from skyrl_actors.api.routes_catalog import iso
 from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, SessionEntry
@@ -22,6 +24,7 @@ from skyrl_actors.messages.usage import HOUR_S, Usage
 router = APIRouter()
 LONGEST = timedelta(days=14)
 MOST_ACTS = 10_000  # of a day
+LAST_YEAR = 9000
 OF_CHECKPOINTS = ("publish", "unpublish", "read")
 RESOURCES = {
     "add": "api_key",
@@ -41,7 +44,7 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 @router.get("/billing/usage/events")
 async def usage_events(
     request: Request, starting_on: datetime, ending_before: datetime
-) -> dict[str, Any]:
+) -> JSONResponse:
     """List what the caller's requests used in each hour; an admin sees those of all keys."""
     state, caller = state_of(request), caller_of(request)
     since, until = _hour(starting_on, "starting_on"), _hour(ending_before, "ending_before")
@@ -53,17 +56,20 @@ async def usage_events(
         entry.note.session_id: entry
         for entry in await state.client.session_catalog.sessions(caller.scope)
     }
+    return await run_in_thread(_answer, rows, names, sessions)
+
+
+def _answer(
+    rows: list[Usage], names: dict[str, str], sessions: dict[str, SessionEntry]
+) -> JSONResponse:
     events = [event for row in rows for event in _events(row, names, sessions)]
     events.sort(key=lambda event: (event["bucket_start"], -_amount(event)))
     used = {row.session_id for row in rows if row.session_id}
-    return {
-        "data": events,
-        "sessions": {
-            name: {"user_metadata": sessions[name].note.user_metadata if name in sessions else None}
-            for name in sorted(used)
-        },
-        "cost_data_through": None,
+    shown = {
+        name: {"user_metadata": sessions[name].note.user_metadata if name in sessions else None}
+        for name in sorted(used)
     }
+    return JSONResponse({"data": events, "sessions": shown, "cost_data_through": None})
 
 
 def _hour(at: datetime, field: str) -> datetime:
@@ -140,6 +146,8 @@ async def audit(
     if caller_of(request).scope is not None:
         raise NotAllowed("the audit log needs a key of the role admin")
     begin = datetime.combine(day or datetime.now(UTC).date(), datetime.min.time(), UTC)
+    if begin.year > LAST_YEAR:
+        raise InvalidRequest(f"day is {day}; use a day up to the year {LAST_YEAR}")
     end = begin + timedelta(days=1)
     acts = await state_of(request).client.calls.audit(MOST_ACTS, begin.timestamp(), end.timestamp())
     shown = {

@@ -294,17 +294,5 @@ COMMANDS = (
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.add_typer(key_app, name="key", rich_help_panel=PANEL)
-    for command in (
-        usage,
-        sessions,
-        models,
-        requests,
-        failures,
-        logs,
-        end,
-        cancel,
-        pause,
-        drain,
-        resume,
-    ):
+    for command in COMMANDS:
         app.command(rich_help_panel=PANEL)(command)

@@ -85,7 +85,10 @@ class Answers:
         try:
             await asyncio.wait([answer, growing], return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                return growing.result()
+                part = growing.result()
+                if (op := self._ledger.ops.get(request_id)) is not None:
+                    op.streamed = max(op.streamed, have + len(part.tokens))
+                return part
             self._backend.end_stream(request_id)
             return await self._replies.ready(request_id) if answer.result() else PartialSample()
         finally:

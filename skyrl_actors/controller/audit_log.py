@@ -1,12 +1,15 @@
 """Record administrative acts, and access to published checkpoints, in the journal."""
 
+import logging
 from collections.abc import Callable
 
 from skyrl_actors.journal.entries import Audited
 from skyrl_actors.journal.protocol import Journal
+from skyrl_actors.messages.errors import Unavailable
 from skyrl_actors.messages.keys import Act, AuditEntry
 from skyrl_actors.messages.usage import HOUR_S
 
+log = logging.getLogger(__name__)
 LONGEST_ACTOR = 200
 
 
@@ -29,7 +32,8 @@ class AuditLog:
     async def note_access(self, act: Act, owner: str, path: str) -> None:
         """Record that the holder of a key published, withdrew or read a checkpoint.
 
-        Reads of one checkpoint by one owner are recorded once an hour.
+        Reads of one checkpoint by one owner are recorded once an hour, and are possible while the
+        journal cannot write.
         """
         hour = int(self._wall() // HOUR_S)
         if hour != self._hour:
@@ -37,8 +41,13 @@ class AuditLog:
         if act == "read" and (owner, path) in self._read:
             return
         actor = f"key of {self._label(owner)}" if owner else "without a key"
-        await self._journal.write(self.entry(act, actor, path))
-        if act == "read":
+        try:
+            await self._journal.write(self.entry(act, actor, path))
+        except Unavailable as error:
+            if act != "read":
+                raise
+            log.error("a read of %s by %s is not recorded: %s", path, actor, error)
+        else:
             self._read.add((owner, path))
 
     async def audit(

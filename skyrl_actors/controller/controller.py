@@ -57,12 +57,10 @@ from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote, SessionVerb
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import TinkerPath, checked_id
+from skyrl_actors.messages.paths import TinkerPath, checked_id, owner_of
 from skyrl_actors.transport.protocols import methods_of
 
 log = logging.getLogger(__name__)
-# Subtracted because the SDK multiplies the number of a copy by 10^9 and stores it in 64 bits.
-FIRST_JOIN_S = 1_750_000_000
 SESSIONS_PER_KEY = 1000  # open sessions of one API key
 SWEEP_S = 300.0  # between removals of entries older than journal.retention_s
 
@@ -92,7 +90,6 @@ class Controller:
         self.epoch = 0
         self.wall = wall
         self._closing = False
-        self._last_joined = 0
         self.folders = folders = CheckpointFolders(
             config.checkpoint_dir, wall, config.checkpoint_mirror
         )
@@ -119,7 +116,7 @@ class Controller:
         self._examiner = Examiner()
         self._tasks = Tasks()
         self._capacity = ModelCapacity(
-            config, self.tenants, self.finish_session, self._tasks.spawn, self.admin.quotas
+            config, self.tenants, self.finish_session, self._tasks.spawn, self.admin
         )
         self._context = VerbContext(
             config=config,
@@ -212,7 +209,7 @@ class Controller:
         self.readiness.check_started()
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
-            self.admin.mode.check_accepts()
+            self._meter.check_accepts(owner_of(session_id))
             admission.check_count(self.tenants.sessions, session_id, SESSIONS_PER_KEY, "sessions")
             admission.check_metadata(labels.user_metadata)
             admission.check_tags(labels.tags)
@@ -266,13 +263,8 @@ class Controller:
         self._samples.cancel(request_id, "cancelled by its client")
 
     async def join_sampler(self, sampler_id: str) -> int:
-        """Return a number that no other copy of this sampler's client has.
-
-        It is a time in seconds, so it stays unique over restarts without being stored.
-        """
-        self.tenants.sampler(sampler_id)
-        self._last_joined = max(self._last_joined + 1, int(self.wall()) - FIRST_JOIN_S)
-        return self._last_joined
+        """Return a number that no other copy of this sampler's client has."""
+        return self._named_samplers.join(sampler_id, self.wall())
 
     async def open_sampler(
         self,
@@ -312,8 +304,14 @@ class Controller:
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         """Call a method of `CheckpointFolders` on a thread."""
         if verb == "copy":
-            await self._context.check_storage(arguments[1].model_id)
+            await self._check_copy(arguments[1])
         return await self._disk.catalog(self.folders, verb, *arguments)
+
+    async def _check_copy(self, target: TinkerPath) -> None:
+        """Raise CapacityError or Unavailable for a new copy. A repeat is not checked."""
+        if not (await self._disk.read(self.folders.folder(target).exists)):
+            self._meter.check_accepts(owner_of(target.model_id))
+            await self._context.check_storage(target.model_id)
 
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
         """Call a method of `SessionCatalog` on a thread."""

@@ -8,11 +8,13 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller.disk import Disk
+from skyrl_actors.controller.housekeeping import attempt
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import CapacityError, Unavailable
 from skyrl_actors.messages.paths import owner_of
@@ -22,6 +24,14 @@ log = logging.getLogger(__name__)
 EVERY_S = 10.0
 GIB = 2**30
 Level = Literal["ok", "low", "scarce", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Free bytes by folder, and while they are scarce the owner of most checkpoint bytes."""
+
+    free: Mapping[str, int]
+    heaviest: str
 
 
 def level_of(free: int, limits: LimitsConfig) -> Level:
@@ -54,7 +64,7 @@ class FreeSpace:
         self._places = places
         self._limits = limits
         self._checkpoints = checkpoints
-        self._free: dict[str, int] = {}
+        self._free: Mapping[str, int] = {}
         COUNTS.watch("journal_free_bytes", lambda: self._free.get("journal", -1))
         COUNTS.watch("checkpoint_free_bytes", lambda: self._free.get("checkpoints", -1))
         self._refused = ""  # the owner that is refused while space is scarce
@@ -101,21 +111,25 @@ class FreeSpace:
         """Look again and again, in an endless loop."""
         while True:
             before = self.fault() or self.warning()
-            await disk.run("listings", self.look)
+            seen = await attempt("the free space is not known", disk.run("listings", self.read))
+            if seen is not None:
+                self.take(seen)
             now = self.fault() or self.warning()
             if now is not None and before is None:
                 log.warning("%s", now)
             await asyncio.sleep(EVERY_S)
 
-    def look(self) -> None:
+    def take(self, seen: Seen) -> None:
+        """Decide by this from now on."""
+        self._free, self._refused = seen.free, seen.heaviest
+
+    def read(self) -> Seen:
         """Read the free space of all folders. Lists checkpoints only while space is scarce."""
-        for name, path in self._places.items():
-            try:
-                self._free[name] = shutil.disk_usage(_existing(path)).free
-            except OSError as error:
-                log.warning("the free space of %s is not known: %s", path, error)
-        is_scarce = "scarce" in self._levels().values()
-        self._refused = heaviest(self._checkpoints()) if is_scarce else ""
+        free = {
+            name: shutil.disk_usage(_existing(path)).free for name, path in self._places.items()
+        }
+        is_scarce = any(level_of(one, self._limits) == "scarce" for one in free.values())
+        return Seen(free, heaviest(self._checkpoints()) if is_scarce else "")
 
 
 def _existing(path: Path) -> Path:

@@ -59,6 +59,7 @@ class Lanes:
         self.tables = ModelTables(context.tenants, replayer.progress)
         self.config = context.config
         self.capacity = context.capacity
+        context.admin.mode.watch(lambda is_paused: None if is_paused else self.start_all())
         COUNTS.watch("open_requests", lambda: self.queue.num_open)
         COUNTS.watch("recoveries", lambda: replayer.recoveries)
 
@@ -85,9 +86,13 @@ class Lanes:
             self.tasks.spawn(self._run(self.ledger.ops[request_id], model_id))
 
     def _ends(self, op: Op) -> bool:
-        """Return whether a request only ends something, which a pause does not delay."""
+        """Return whether a request only ends something, which a pause does not delay.
+
+        Requests before the unload of an ended session belong to its end.
+        """
         ends_model = op.kind is not None and model_verb(op.kind).ends_model
-        return ends_model or op.cancelled is not None
+        is_over = op.session_id is not None and op.session_id not in self.tenants.sessions
+        return ends_model or is_over or op.cancelled is not None
 
     async def _run(self, op: Op, model_id: str) -> None:
         named(op.request_id, model_id)

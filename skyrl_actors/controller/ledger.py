@@ -42,6 +42,8 @@ class Meter(Protocol):
 
     def admit(self, owner: str, request: Request, num_open: int) -> None: ...
 
+    def withdraw(self, owner: str, request: Request) -> None: ...
+
     def used(self, op: Op, outcome: Outcome) -> Usage: ...
 
     def answered(self, op: Op, outcome: Outcome, usage: Usage) -> None: ...
@@ -100,10 +102,11 @@ class Ledger:
             num_bytes=size_of(request),
             cost=cost_of(request),
         )
+        owner = owner_of(op.request_id)
         if bounded:
-            owner = owner_of(op.request_id)
+            self.queue.check_room(owner, op.num_bytes)
             self.meter.admit(owner, request, self.queue.held(owner))
-        self.queue.reserve(op.request_id, stream, seq_id, digest, model_id, bounded, op.num_bytes)
+        self.queue.reserve(op.request_id, stream, seq_id, digest, model_id, False, op.num_bytes)
         self.next_number += 1
         self.ops[op.request_id] = op
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -124,6 +127,8 @@ class Ledger:
                 written.set_result(None)
             else:
                 self.queue.withdraw(op.request_id, stream, seq_id, model_id)
+                if bounded:
+                    self.meter.withdraw(owner, request)
                 del self.ops[op.request_id]
                 written.set_exception(refused)
                 written.exception()  # marks it as retrieved, as no repeat may be waiting

@@ -7,7 +7,7 @@ from skyrl_actors.controller.free_space import FreeSpace
 from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.requests import Request, Sample, Unload
 from skyrl_actors.messages.results import Failure
 from skyrl_actors.messages.usage import HOUR_S, Usage
 
@@ -21,11 +21,24 @@ class Metering:
         self.base_model = ""
         self._wall = wall
 
-    def admit(self, owner: str, request: Request, num_open: int) -> None:
-        """Raise CapacityError, QuotaUsed or Unavailable if it cannot be accepted now."""
+    def check_accepts(self, owner: str) -> None:
+        """Raise CapacityError or Unavailable if nothing new of this owner is accepted."""
         self._admin.mode.check_accepts()
         self._space.check(owner)
-        self._admin.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
+
+    def admit(self, owner: str, request: Request, num_open: int) -> None:
+        """Count a request. Raise CapacityError, QuotaUsed or Unavailable if it is not accepted now.
+
+        What only frees a model is always accepted.
+        """
+        if not isinstance(request, Unload):
+            self.check_accepts(owner)
+            self._admin.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
+
+    def withdraw(self, owner: str, request: Request) -> None:
+        """Give back what `admit` counted, because the request was not accepted after all."""
+        if not isinstance(request, Unload):
+            self._admin.quotas.withdraw(owner, verb_of(request).input_tokens(request))
 
     def answered(self, op: Op, outcome: Outcome, usage: Usage) -> None:
         """Count the usage of an answer that is in the journal."""
@@ -34,12 +47,18 @@ class Metering:
         self._admin.quotas.answered(usage)
 
     def used(self, op: Op, outcome: Outcome) -> Usage:
-        """Return what a request used that is being answered. A failed one has used no tokens."""
+        """Return what a request used that is being answered.
+
+        A failed one has used no tokens, except a sample that began: its prompt, and what its client
+        has read of it.
+        """
         result, request = outcome.result, op.request
         is_failed = isinstance(result, Failure)
-        counted: Mapping[str, int] = (
-            {} if is_failed or request is None else verb_of(request).usage(request, result)
-        )
+        counted: Mapping[str, int] = {}
+        if request is not None and not is_failed:
+            counted = verb_of(request).usage(request, result)
+        elif isinstance(request, Sample) and op.begun is not None:
+            counted = {"prompt_tokens": len(request.prompt), "sampled_tokens": op.streamed}
         now = int(self._wall())
         return Usage(
             hour=now - now % HOUR_S,

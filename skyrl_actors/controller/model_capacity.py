@@ -15,8 +15,8 @@ from typing import Any
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.admission import check_count
-from skyrl_actors.controller.quotas import Quotas
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest, SkyrlActorsError
 from skyrl_actors.messages.model import ModelSpec
@@ -79,14 +79,15 @@ class ModelCapacity:
         tenants: TenantTable,
         end_session: Callable[[str], Awaitable[None]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        quotas: Quotas,
+        admin: Administration,
     ):
         self.session_silent_s = SESSION_SILENT_S
         self._config = config
         self._tenants = tenants
         self._end_session = end_session
         self._spawn = spawn
-        self._quotas = quotas
+        self._admin = admin
+        admin.mode.watch(lambda is_paused: None if is_paused else self._grant())
         self._able: Capabilities | None = None
         self._held: dict[str, Held] = {}
         self._waiting: dict[str, WaitingCreate] = {}
@@ -114,7 +115,7 @@ class ModelCapacity:
         Before that, silent sessions of the key are ended.
         """
         owner = owner_of(model_id)
-        own = self._quotas.of(owner).models
+        own = self._admin.quotas.of(owner).models
         most = self._config.limits.models_per_key if own is None else own
         while True:
             models = self._tenants.models.values()
@@ -201,7 +202,7 @@ class ModelCapacity:
 
     def _grant(self) -> None:
         """Grant capacity to creates that fit; end silent sessions for those that do not."""
-        if self._able is None:
+        if self._able is None or self._admin.mode.is_paused:
             return
         for kind in {wanted.spec.kind for wanted in self._waiting.values()}:
             while (wanted := self._next(kind)) is not None:

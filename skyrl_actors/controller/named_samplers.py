@@ -19,6 +19,8 @@ from skyrl_actors.messages.paths import checked_id, parse_path
 from skyrl_actors.messages.weights import SamplerWeights
 
 log = logging.getLogger(__name__)
+# Subtracted because the SDK multiplies the number of a copy by 10^9 and stores it in 64 bits.
+FIRST_JOIN_S = 1_750_000_000
 Retire = Callable[[Sampler], Awaitable[None]]
 
 
@@ -38,6 +40,18 @@ class NamedSamplers:
         self._context = context
         self._journal = journal
         self._retire = retire
+        self._last_joined = 0
+        self._opening: set[str] = set()  # ids that are counted already
+
+    def join(self, sampler_id: str, now: float) -> int:
+        """Return a number that no other copy of this sampler's client has.
+
+        It is a time in seconds, so it stays unique over restarts without being stored. Raises
+        NotFound.
+        """
+        self._tenants.sampler(sampler_id)
+        self._last_joined = max(self._last_joined + 1, int(now) - FIRST_JOIN_S)
+        return self._last_joined
 
     async def open(
         self, sampler_id: str | None, session_id: str | None, base_model: str, path: str | None
@@ -67,7 +81,16 @@ class NamedSamplers:
         if session_id is not None:
             self._tenants.session(session_id)
             self._context.admin.mode.check_accepts()
-            self._context.check_samplers(sampler_id)
+            self._context.check_samplers(sampler_id, opening=self._opening)
+        self._opening.add(sampler_id)
+        try:
+            return await self._written(sampler_id, session_id, base_model, path)
+        finally:
+            self._opening.discard(sampler_id)
+
+    async def _written(
+        self, sampler_id: str, session_id: str | None, base_model: str, path: str | None
+    ) -> Sampler:
         sampler = await self._pinned(sampler_id, session_id, base_model, path)
         if (
             session_id is None

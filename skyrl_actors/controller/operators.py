@@ -12,6 +12,7 @@ from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.operations import Op
 from skyrl_actors.controller.samples import Samples
+from skyrl_actors.controller.verbs import model_verb
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import ModeSet
 from skyrl_actors.messages.errors import InvalidRequest, NotFound, SkyrlActorsError
@@ -92,17 +93,20 @@ class Operators:
         op = self._ledger.ops.get(request_id)
         if op is None:
             raise NotFound(f"no open request {request_id[:80]!r}; `requests` shows all")
+        if op.kind is not None and op.model_id is not None and model_verb(op.kind).ends_model:
+            raise InvalidRequest(f"{request_id} frees a model; it cannot be cancelled")
         waits_for_room = self._capacity.reason(request_id) is not None
         if op.model_id is not None and op.begun is not None and not waits_for_room:
             raise InvalidRequest(
                 f"{request_id} is running on the ranks and cannot be stopped; end its session to "
                 "free the model after it"
             )
-        await self._journal.write(self._log.entry("cancel", actor, f"{op.kind} {request_id}"))
-        if op.model_id is None:
-            self._samples.cancel(request_id, CANCELLED)
-        else:
+        # Before anything is awaited: it could begin to run meanwhile.
+        if op.model_id is not None:
             self._lanes.cancel(op, CANCELLED)
+        elif not self._samples.cancel(request_id, CANCELLED):
+            raise InvalidRequest(f"{request_id} is being answered and cannot be cancelled")
+        await self._journal.write(self._log.entry("cancel", actor, f"{op.kind} {request_id}"))
         if request_id not in self._ledger.results:
             return True
         return await self._ledger.results.wait(request_id, ANSWER_S) is not None
@@ -124,7 +128,6 @@ class Operators:
             act = ACTS[mode]
             await self._journal.write(ModeSet(mode), self._log.entry(act, actor, self._counts()))
             self._mode.set(mode)
-            self._lanes.start_all()
         return before
 
     async def end_drain(self) -> None:

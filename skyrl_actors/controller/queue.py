@@ -83,7 +83,7 @@ class RequestQueue:
         Raises CapacityError if `bounded` and a limit is reached.
         """
         if bounded:
-            self._check_room(owner_of(request_id), num_bytes)
+            self.check_room(owner_of(request_id), num_bytes)
         self._record(request_id, stream, seq_id, digest)
         self._open[request_id] = num_bytes
         self._requests.take(owner_of(request_id), 1)
@@ -92,7 +92,8 @@ class RequestQueue:
         if model_id is not None:
             self._waiting.setdefault(model_id, deque()).append(request_id)
 
-    def _check_room(self, owner: str, num_bytes: int) -> None:
+    def check_room(self, owner: str, num_bytes: int) -> None:
+        """Raise CapacityError if an owner may not have one more request of this size."""
         whose = "of this API key " if owner else ""
         if not self._requests.has_room(owner, 1):
             raise CapacityError(

@@ -101,6 +101,12 @@ class Quotas:
         for name, bucket in rates.items():
             bucket.take(1 if name == "requests_per_minute" else tokens)
 
+    def withdraw(self, owner: str, tokens: int) -> None:
+        """Give back an admitted request that was not accepted after all."""
+        for name, amount in (("requests_per_minute", 1), ("tokens_per_minute", tokens)):
+            if (bucket := self._buckets.get((owner, name))) is not None:
+                bucket.take(-amount)
+
     def answered(self, usage: Usage) -> None:
         """Count what an answered request used. Its input is in the buckets already."""
         self._turn_day()

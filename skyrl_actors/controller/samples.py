@@ -53,6 +53,7 @@ class Samples:
         self.completions = ledger.completions
         self.tasks = tasks
         self._slots = FairSlots(self.config.limits.samples_in_flight)
+        context.admin.mode.watch(self._slots.pause)
         self._sampling: dict[str, asyncio.Task[None]] = {}
         # By version: retired samplers that still have unanswered samples.
         self._leaving: Counter[str] = Counter()
@@ -63,12 +64,14 @@ class Samples:
         sampler.users += 1
         self._sampling[op.request_id] = self.tasks.spawn(self._run(op, sampler))
 
-    def cancel(self, request_id: str, why: str) -> None:
-        """Let a sample fail that is not answered yet. Unknown ids are ignored."""
+    def cancel(self, request_id: str, why: str) -> bool:
+        """Let a sample fail that is not answered yet. Return whether there was such a sample."""
         task = self._sampling.get(request_id)
-        if task is not None:
-            self._cancelled[request_id] = why
-            task.cancel()
+        if task is None:
+            return False
+        self._cancelled[request_id] = why
+        task.cancel()
+        return True
 
     async def add_sampler(self, entry: SamplerOpened) -> None:
         """Add a sampler, and retire the oldest ones of its model beyond the configured number."""
@@ -89,7 +92,6 @@ class Samples:
     async def _run(self, op: Op, sampler: Sampler) -> None:
         named(op.request_id, sampler.sampler_id)
         try:
-            await self.context.admin.mode.until_started()
             tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
             weight = self.context.admin.quotas.weight(owner_of(op.request_id))
             async with self._slots.hold(tenant, *op.cost, weight) as place:

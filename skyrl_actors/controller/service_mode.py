@@ -1,6 +1,6 @@
 """Whether the service accepts requests, and whether it starts them. Operators change it."""
 
-import asyncio
+from collections.abc import Callable
 
 from skyrl_actors.messages.errors import Unavailable
 from skyrl_actors.messages.operating import Mode
@@ -13,16 +13,17 @@ class ServiceMode:
 
     def __init__(self) -> None:
         self.mode: Mode = "running"
-        self._starts = asyncio.Event()
-        self._starts.set()
+        self._watchers: list[Callable[[bool], None]] = []
+
+    def watch(self, watcher: Callable[[bool], None]) -> None:
+        """Call `watcher` with whether nothing may start, after each change."""
+        self._watchers.append(watcher)
 
     def set(self, mode: Mode) -> None:
         """Use a mode from now on."""
         self.mode = mode
-        if mode == "paused":
-            self._starts.clear()
-        else:
-            self._starts.set()
+        for watcher in self._watchers:
+            watcher(self.is_paused)
 
     @property
     def is_paused(self) -> bool:
@@ -32,7 +33,3 @@ class ServiceMode:
         """Raise Unavailable while the service is drained. SDKs retry for minutes."""
         if self.mode == "draining":
             raise Unavailable("the service is being drained and accepts nothing new; try again")
-
-    async def until_started(self) -> None:
-        """Wait while the service is paused."""
-        await self._starts.wait()

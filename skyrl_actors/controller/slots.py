@@ -54,8 +54,14 @@ class FairSlots:
     def __init__(self, limit: int):
         self._limit = limit
         self._used = 0
+        self._is_paused = False
         self._now = 0.0  # the clock of the tenant that was served last
         self._tenants: dict[str, Tenant] = {}
+
+    def pause(self, is_paused: bool) -> None:
+        """Admit nobody, or admit again."""
+        self._is_paused = is_paused
+        self._admit()
 
     @asynccontextmanager
     async def hold(
@@ -99,7 +105,9 @@ class FairSlots:
 
         No other tenant overtakes it, so that a large request does not wait forever.
         """
-        while ready := [tenant for tenant in self._tenants.values() if tenant.waiting]:
+        while not self._is_paused and (
+            ready := [tenant for tenant in self._tenants.values() if tenant.waiting]
+        ):
             tenant = min(ready, key=lambda tenant: tenant.clock)
             place = tenant.waiting[0].place
             if tenant.waiting[0].ready.done():  # cancelled

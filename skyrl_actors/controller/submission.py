@@ -64,13 +64,14 @@ class Submission:
         self, request: rq.ModelRequest, request_id: str | None, able: Capabilities
     ) -> str:
         model = self._tenants.model(request.model_id)
+        self._tenants.session(model.session_id)
         self._tenants.mark_active(model.session_id, self._now())
         request, digest = await self._examiner.examined(request, model.spec, self._config, able)
         request = await self._context.routes.with_routes(request, model)  # not in the digest
         model_id, seq_id = request.model_id, getattr(request, "seq_id", None)
         if (known := await self._ledger.known(model_id, seq_id, digest, request_id)) is not None:
             return known
-        self._tenants.model(model_id)  # raises if its session has ended since
+        self._tenants.session(self._tenants.model(model_id).session_id)  # may have ended since
         op = await self._ledger.accept(
             request,
             model_id,

@@ -130,3 +130,15 @@ async def test_a_checkpoint_can_be_downloaded_by_its_owner(tmp_path: Path):
         assert (await anyone.get(f"{PAGE}/link", params=named)).status_code == 404
         named["path"] += "2"
         assert (await ann.get(f"{PAGE}/link", params=named)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"), [("http://evil.example", 403), ("http://service", 200), ("null", 403)]
+)
+async def test_a_browser_over_plain_http_names_only_the_origin(
+    origin: str, status: int, tmp_path: Path
+):
+    async with edge(config_for(tmp_path)) as http:
+        sent = {"Origin": origin}
+        answer = await http.post(f"{PAGE}/acts", json={"act": "resume"}, headers=sent)
+        assert answer.status_code == status

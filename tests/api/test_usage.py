@@ -173,3 +173,26 @@ async def test_the_status_names_tenants(anyone: httpx.AsyncClient):
     own = (await ann.get(page)).json()
     assert "ann" in own["tenants"] and "bob" not in own["tenants"]
     assert owner_of_name("ann", "") not in shown["tenants"]
+
+
+async def test_a_copy_over_the_limit_is_refused_and_a_repeat_of_a_copy_is_not(
+    anyone: httpx.AsyncClient,
+):
+    ann = holder(anyone, ANN)
+    session, model_id = await trained(ann)
+    body = {
+        "source_path": f"tinker://{model_id}/weights/one",
+        "session_id": session,
+        "model_seq_id": 7,
+    }
+    first = await ann.post("/copy_weights", json=body)
+    await keys_of(anyone).set_quota("ann", Quota(checkpoint_bytes=1), "eve")
+    repeat = await ann.post("/copy_weights", json=body)
+    assert (first.status_code, repeat.status_code) == (200, 200), first.text
+    other = await ann.post("/copy_weights", json=body | {"model_seq_id": 8})
+    assert other.status_code == 429 and "checkpoint_bytes" in other.text
+
+
+async def test_a_day_beyond_all_calendars_is_refused(anyone: httpx.AsyncClient):
+    answer = await holder(anyone, ROOT).get("/audit", params={"day": "9999-12-31"})
+    assert answer.status_code == 422

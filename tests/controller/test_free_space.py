@@ -1,5 +1,6 @@
 """Little free space: a warning, then one key is refused, then all."""
 
+import asyncio
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller import free_space
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.free_space import FreeSpace, heaviest, level_of
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import CapacityError, Unavailable
@@ -45,7 +47,7 @@ def test_the_key_with_the_most_bytes_is_refused_first():
 def space_with(free: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FreeSpace:
     made = FreeSpace({"journal": tmp_path / "journal"}, LIMITS, lambda: CHECKPOINTS)
     monkeypatch.setattr(free_space.shutil, "disk_usage", lambda _: Usage(free))
-    made.look()
+    made.take(made.read())
     return made
 
 
@@ -89,5 +91,25 @@ def test_requests_are_accepted_again_when_there_is_space(
     with pytest.raises(Unavailable, match=r"the disk of the journal .* nothing new is accepted"):
         space.check(ANN)
     monkeypatch.setattr(free_space.shutil, "disk_usage", lambda _: Usage(1000))
-    space.look()
+    space.take(space.read())
     assert refused(space, ANN) is None and space.warning() is None
+
+
+async def test_an_error_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    looks = 0
+
+    def usage(_: Path) -> Usage:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise OSError(5, "Input/output error")
+        return Usage(50)
+
+    monkeypatch.setattr(free_space.shutil, "disk_usage", usage)
+    monkeypatch.setattr(free_space, "EVERY_S", 0.01)
+    space = FreeSpace({"journal": tmp_path}, LIMITS, lambda: CHECKPOINTS)
+    watching = asyncio.create_task(space.follow(Disk()))
+    async with asyncio.timeout(5):
+        while space.fault() is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    watching.cancel()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_actors.config.base_models import TinyBase
-from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, JournalConfig
+from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, JournalConfig, LimitsConfig
 from skyrl_actors.config.keys import hashed, owner_of_name
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
@@ -39,11 +39,12 @@ class SlowBackend(FakeBackend):
         return await super().sample(*arguments, **named)
 
 
-def controller_on(folder: Path) -> Controller:
+def controller_on(folder: Path, **limits: int) -> Controller:
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
         http=HttpConfig(api_keys=(hashed("ann=tml-of-ann-123"),)),
         checkpoint_dir=folder / "checkpoints",
+        limits=LimitsConfig(**limits),
     )
     journal = SqlJournal(JournalConfig(folder=folder / "journal"), KINDS)
     return Controller(config, SlowBackend(), journal)
@@ -246,3 +247,77 @@ async def test_reads_of_a_published_checkpoint_are_recorded_once_an_hour(control
 def test_names_replace_owners_in_the_status(tmp_path: Path):
     keys = controller_on(tmp_path).admin.keys
     assert keys.label(ANN) == "ann" and keys.label("0123456789") == "0123456789"
+
+
+async def test_an_unload_cannot_be_cancelled(controller: Controller):
+    """Its model would stay in the ranks, and its memory would count as free."""
+    _, model_id = await model_in(controller)
+    await step(controller, model_id, 1)
+    unload = await controller.submit(rq.Unload(model_id), f"r9k{ANN}")
+    with pytest.raises(InvalidRequest, match="frees a model; it cannot be cancelled"):
+        await controller.operators.cancel_request(unload, "eve")
+    controller.backend.done.set()
+    assert isinstance(await controller.answers.whole(unload, 5), rs.Unloaded)
+    assert model_id not in controller.backend.models
+
+
+async def test_a_request_that_is_cancelled_does_not_run_meanwhile(controller: Controller):
+    """The record of the act takes a while to be written."""
+    _, model_id = await model_in(controller)
+    first, second = await step(controller, model_id, 1), await step(controller, model_id, 2)
+    await asyncio.sleep(0.05)
+    cancelling = asyncio.create_task(controller.operators.cancel_request(second, "eve"))
+    await asyncio.sleep(0)
+    controller.backend.done.set()
+    assert await cancelling
+    assert isinstance(await controller.answers.whole(first, 5), rs.StepDone)
+    failed = await controller.answers.whole(second, 5)
+    assert isinstance(failed, rs.Failure) and failed.message == "cancelled by an operator"
+
+
+async def test_a_pause_stops_samples_that_wait_for_a_place(tmp_path: Path):
+    controller = controller_on(tmp_path, samples_in_flight=1)
+    await controller.start()
+    session, _ = await model_in(controller)
+    first, second = [await sample(controller, session, number) for number in (0, 1)]
+    await asyncio.sleep(0.05)
+    await controller.operators.set_mode("paused", "eve")
+    controller.backend.done.set()
+    assert isinstance(await controller.answers.whole(first, 5), rs.SampleOutput)
+    assert await controller.answers.whole(second, 0.3) is None
+    await controller.operators.set_mode("running", "eve")
+    assert isinstance(await controller.answers.whole(second, 5), rs.SampleOutput)
+    await controller.close()
+
+
+async def test_a_session_ends_under_a_flood_while_the_service_is_paused(controller: Controller):
+    controller.backend.done.set()
+    session, model_id = await model_in(controller)
+    await controller.operators.set_mode("paused", "eve")
+
+    async def flood() -> None:
+        for number in range(1, 1000):
+            try:
+                await step(controller, model_id, number)
+            except NotFound:
+                return
+
+    flooding = asyncio.create_task(flood())
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        await controller.operators.end_session(session, "eve")
+        await flooding
+    assert model_id not in controller.tenants.models
+
+
+async def test_a_read_is_possible_while_the_journal_cannot_write(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+):
+    async def refuse(*_: object) -> None:
+        raise Unavailable("no space left")
+
+    monkeypatch.setattr(controller.journal, "write", refuse)
+    await controller.admin.log.note_access("read", ANN, "tinker://m/weights/one")
+    with pytest.raises(Unavailable):
+        await controller.admin.log.note_access("publish", ANN, "tinker://m/weights/one")
+    monkeypatch.undo()

@@ -1,5 +1,6 @@
 """Quotas of API keys: rates, the day, open requests, weights, and what a restart keeps."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_actors.config.base_models import TinyBase
-from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, JournalConfig
+from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, JournalConfig, LimitsConfig
 from skyrl_actors.config.keys import hashed, owner_of_name
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.quotas import Quotas
@@ -18,7 +19,13 @@ from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import CapacityError, InvalidRequest, NotFound, QuotaUsed
+from skyrl_actors.messages.errors import (
+    CapacityError,
+    InvalidRequest,
+    NotFound,
+    QuotaUsed,
+    Unavailable,
+)
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.usage import ALL_KEYS, DAY_S, HOUR_S, OwnerQuota, Quota, Usage
 from tests.fakes import FakeBackend
@@ -161,11 +168,12 @@ def clock() -> Clock:
     return Clock()
 
 
-def controller_on(folder: Path, clock: Clock) -> Controller:
+def controller_on(folder: Path, clock: Clock, **limits: int) -> Controller:
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
         http=HttpConfig(api_keys=(hashed("ann=tml-of-ann-123"), hashed("bob=tml-of-bob-123"))),
         checkpoint_dir=folder / "checkpoints",
+        limits=LimitsConfig(**limits),
     )
     journal = SqlJournal(JournalConfig(folder=folder / "journal"), KINDS, clock)
     return Controller(config, FakeBackend(), journal, clock)
@@ -283,4 +291,125 @@ async def test_a_wrong_quota_is_refused(
         await controller.admin.usage.list_quotas() == []
         and await controller.admin.log.audit(9) == []
     )
+    await controller.close()
+
+
+async def test_a_refused_request_takes_nothing_of_the_quota(tmp_path: Path, clock: Clock):
+    """SDKs send it again, until it is accepted."""
+    controller = controller_on(tmp_path, clock, open_requests=1)
+    await controller.start()
+    await controller.admin.usage.set_quota("ann", Quota(requests_per_minute=3), "eve")
+    session = await session_of(controller, ANN)
+    controller.backend.go.clear()
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+    await controller.submit(rq.CreateModel(spec=spec, session_id=session), f"r0k{ANN}")
+    for number in range(1, 30):
+        save = rq.SaveWeights(model_id=spec.model_id, name="x", seq_id=number)
+        with pytest.raises(CapacityError, match="requests of this API key are open"):
+            await controller.submit(save, f"r{number}k{ANN}")
+    controller.backend.go.set()
+    assert isinstance(await controller.answers.whole(f"r0k{ANN}", 5), rs.ModelCreated)
+    await sampled(controller, session, 0, 4)
+    await controller.close()
+
+
+async def test_a_request_that_the_journal_refuses_is_given_back(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    await controller.admin.usage.set_quota("ann", Quota(requests_per_minute=2), "eve")
+    session = await session_of(controller, ANN)
+    await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
+
+    async def refuse(*_: object) -> None:
+        raise Unavailable("no space left")
+
+    monkeypatch.setattr(controller.journal, "write", refuse)
+    for number in range(5):
+        with pytest.raises(Unavailable):
+            await sampled(controller, session, number, 4)
+    monkeypatch.undo()
+    await sampled(controller, session, 9, 4)
+    await controller.close()
+
+
+async def test_a_key_without_tokens_can_still_free_its_model(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    session = await session_of(controller, ANN)
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+    created = await controller.submit(rq.CreateModel(spec=spec, session_id=session), f"r0k{ANN}")
+    await controller.answers.whole(created, 5)
+    await controller.admin.usage.set_quota("ann", Quota(tokens_per_day=0, open_requests=0), "eve")
+    unload = await controller.submit(rq.Unload(spec.model_id), f"r1k{ANN}")
+    assert isinstance(await controller.answers.whole(unload, 5), rs.Unloaded)
+    await controller.close()
+
+
+async def test_samplers_are_bounded_also_when_opened_at_once(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    await controller.admin.usage.set_quota("ann", Quota(samplers=2), "eve")
+    session = await session_of(controller, ANN)
+    opened = await asyncio.gather(
+        *(
+            controller.open_sampler(f"{session}:sample:{n}", session, "tiny", None)
+            for n in range(20)
+        ),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(one, CapacityError) for one in opened) == 18
+    assert len(controller.tenants.samplers) == 2
+    await controller.close()
+
+
+async def test_versions_of_one_model_are_one_sampler(tmp_path: Path, clock: Clock):
+    """A training loop that saves weights for each step does not end at the quota."""
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    await controller.admin.usage.set_quota("ann", Quota(samplers=1), "eve")
+    session = await session_of(controller, ANN)
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+    await controller.answers.whole(
+        await controller.submit(rq.CreateModel(spec=spec, session_id=session)), 5
+    )
+    for number in range(4):
+        request = rq.SaveForSampler(
+            model_id=spec.model_id, sampler_id=f"{session}:sample:{number}", seq_id=number + 1
+        )
+        saved = await controller.answers.whole(await controller.submit(request), 5)
+        assert isinstance(saved, rs.SamplerSaved), saved
+    await controller.close()
+
+
+async def test_a_cancelled_sample_has_used_its_prompt_and_what_was_read(
+    tmp_path: Path, clock: Clock
+):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    session = await session_of(controller, ANN)
+    sampler = await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
+    started = asyncio.Event()
+
+    async def endless(*_: object) -> rs.SampleOutput:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def partial(request_id: str, have: int, timeout_s: float) -> rs.PartialSample:
+        return rs.PartialSample((7, 7), (-1.0, -1.0))
+
+    backend: Any = controller.backend
+    backend.sample, backend.partial = endless, partial
+    params = rq.SamplingParams(max_tokens=50, seed=1, stream=True)
+    request = rq.Sample(sampler_id=sampler.sampler_id, prompt=(1, 2, 3), params=params, seq_id=0)
+    name = await controller.submit(request, f"r1k{ANN}")
+    await started.wait()
+    for have in (0, 2, 4):
+        await controller.answers.partial(name, have, 1.0)
+    await controller.cancel_sample(name)
+    assert isinstance(await controller.answers.whole(name, 5), rs.Failure)
+    (found,) = await controller.admin.usage.usage(0, clock.now + 1, ANN)
+    assert (found.failed, found.prompt_tokens, found.sampled_tokens) == (1, 3, 6)
     await controller.close()

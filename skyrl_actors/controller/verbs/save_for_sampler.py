@@ -61,7 +61,7 @@ class SaveForSamplerVerb(ModelVerb[SaveForSampler]):
     ) -> Outcome:
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")
-        context.check_samplers(request.sampler_id)
+        context.check_samplers(request.sampler_id, model.spec.model_id)
         weights = await context.backend.save_for_sampler(
             model.spec, op.reading, f"{request.model_id}@{model.versions + 1}"
         )

@@ -4,7 +4,7 @@ A verb says how its request is checked, executed, replayed, recorded in the tabl
 Lanes, replay and startup call these methods and do not distinguish kinds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -62,11 +62,20 @@ class VerbContext:
             raise InvalidRequest(f"model {model_id} was not created: its create request failed")
         return model
 
-    def check_samplers(self, sampler_id: str) -> None:
-        """Raise CapacityError when the API key of a new sampler has as many as it may have."""
+    def check_samplers(
+        self, sampler_id: str, model_id: str | None = None, opening: Collection[str] = ()
+    ) -> None:
+        """Raise CapacityError when the API key of a new sampler has as many as it may have.
+
+        All unnamed versions of a model, `model_id`, count as one. `opening`: ids that are opened
+        now.
+        """
         most = self.admin.quotas.of(owner_of(sampler_id)).samplers
-        if most is not None:
-            check_count(self.tenants.samplers, sampler_id, most, "samplers")
+        if most is None:
+            return
+        known = {one.owner or one.sampler_id for one in self.tenants.samplers.values()}
+        if model_id not in known:
+            check_count({*known, *opening}, sampler_id, most, "samplers")
 
     async def check_storage(self, model_id: str) -> None:
         """Raise CapacityError when checkpoints of the model's API key have all their bytes."""
