@@ -13,6 +13,8 @@ from skyrl_actors.groups import standby as module
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.supervision import backoff
+from skyrl_actors.transport.handshake import PROTOCOL_VERSION
+from skyrl_actors.workers.interface import RankStatus
 
 SLOT = 3
 
@@ -74,24 +76,51 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
+def with_environment(environment: dict[str, str]) -> Standby:
+    return Standby(
+        "s",
+        "/base",
+        None,  # type: ignore[arg-type]
+        SLOT,
+        environment,
+        1,
+        True,
+        RestartConfig(),
+        print,
+        _settled,
+    )
+
+
+def running(monkeypatch: pytest.MonkeyPatch, of: Standby, **status: Any) -> Process:
+    """Return a process of an earlier controller, with this status."""
+    process, answer = Process(), asyncio.get_running_loop().create_future()
+    answer.set_result(
+        RankStatus(spec=None, info=None, applied={}, pid=1, log_file="/dev/null", **status)
+    )
+    process.adopt = SimpleNamespace(remote=lambda epoch: answer)  # type: ignore[attr-defined]
+    monkeypatch.setattr(remote, "names_with", lambda prefix: [f"{of._own_prefix}1"])
+    monkeypatch.setattr(remote, "named", lambda name: process)
+    return process
+
+
 async def test_a_process_of_another_environment_is_not_taken_over(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ):
-    def made(environment: dict[str, str]) -> Standby:
-        return Standby(
-            "s", "/base", None, SLOT, environment, 1, True, RestartConfig(), print, _settled
-        )  # type: ignore[arg-type]
-
-    old, new = made({"NCCL_DEBUG": "INFO"}), made({"NCCL_DEBUG": "WARN"})
-    process = Process()
-    answer = asyncio.get_running_loop().create_future()
-    answer.set_result(SimpleNamespace(spec=None))
-    process.adopt = SimpleNamespace(remote=lambda epoch: answer)  # type: ignore[attr-defined]
-    monkeypatch.setattr(remote, "names_with", lambda prefix: [f"{old._own_prefix}1"])
-    monkeypatch.setattr(remote, "named", lambda name: process)
+    old = with_environment({"NCCL_DEBUG": "INFO"})
+    new = with_environment({"NCCL_DEBUG": "WARN"})
+    process = running(monkeypatch, old)
     assert await old.take_over() and not process.killed
     assert not await new.take_over() and process.killed
     await old.detach()
+
+
+async def test_a_process_of_another_version_is_not_taken_over(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
+    """It would run the old code as a rank of the new service."""
+    standby = with_environment({})
+    process = running(monkeypatch, standby, protocol=PROTOCOL_VERSION - 1)
+    assert not await standby.take_over() and process.killed
 
 
 async def _settled() -> None: ...
