@@ -23,10 +23,13 @@ STEPS = 120
 
 
 def previous_package(target: Path) -> None:
-    """Write the package of the previous commit, as its wheel has it."""
-    archive = ["git", "archive", "HEAD~1", PACKAGE]
-    packed = subprocess.run(archive, cwd=ROOT, capture_output=True, check=True)
-    subprocess.run(["tar", "-x", "-C", str(target)], input=packed.stdout, check=True)
+    """Write the package of the previous commit, or this one where there is no such commit."""
+    archive = ["git", "archive", os.environ.get("PREVIOUS", "HEAD~1"), PACKAGE]
+    packed = subprocess.run(archive, cwd=ROOT, capture_output=True, check=False)
+    if packed.returncode == 0:
+        subprocess.run(["tar", "-x", "-C", str(target)], input=packed.stdout, check=True)
+    else:  # a checkout without history
+        shutil.copytree(ROOT / PACKAGE, target / PACKAGE)
 
 
 def install(target: Path) -> None:
