@@ -1,5 +1,6 @@
 """Usage, quotas and the audit log at the HTTP edge, in the types of the SDK."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,7 @@ import pytest
 from tinker import types
 
 from skyrl_actors.api.error_bodies import error_answer
-from skyrl_actors.config.cluster import HttpConfig
+from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
 from skyrl_actors.config.keys import digest_of, owner_of_name
 from skyrl_actors.messages.keys import StoredKey
 from skyrl_actors.messages.usage import Quota
@@ -196,3 +197,24 @@ async def test_a_copy_over_the_limit_is_refused_and_a_repeat_of_a_copy_is_not(
 async def test_a_day_beyond_all_calendars_is_refused(anyone: httpx.AsyncClient):
     answer = await holder(anyone, ROOT).get("/audit", params={"day": "9999-12-31"})
     assert answer.status_code == 422
+
+
+async def test_nothing_new_is_accepted_on_a_full_disk(tmp_path: Path):
+    full = LimitsConfig(full_free_bytes=2**62)
+    async with edge(config_for(tmp_path, limits=full)) as anyone:
+        async with asyncio.timeout(5):
+            while (await anyone.get("/healthz")).status_code != 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        session = {"tags": [], "sdk_version": "1"}
+        assert (await anyone.post("/create_session", json=session)).status_code == 503
+
+
+async def test_a_drained_service_copies_no_checkpoint(anyone: httpx.AsyncClient):
+    ann = holder(anyone, ANN)
+    session, model_id = await trained(ann)
+    await keys_of(anyone).set_mode("draining", "eve")
+    source = f"tinker://{model_id}/weights/one"
+    body = {"source_path": source, "session_id": session, "model_seq_id": 7}
+    assert (await ann.post("/copy_weights", json=body)).status_code == 503
+    await keys_of(anyone).set_mode("running", "eve")
+    assert (await ann.post("/copy_weights", json=body)).status_code == 200

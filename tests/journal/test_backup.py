@@ -424,3 +424,22 @@ def test_secrets_are_never_readable_for_others(
     assert (tmp_path / "n" / "checkpoints" / ".archive_secret").stat().st_mode & 0o777 == 0o600
     for folder in ("journal", "checkpoints"):
         assert (tmp_path / "n" / folder).stat().st_mode & 0o077 == 0
+
+
+async def test_a_check_reads_files_for_longer_than_a_database_waits(
+    config: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """PostgreSQL ends transactions that are idle for a while."""
+    made = controller_on(config, tmp_path)
+    await made.start()
+    model_id = await model_in(made)
+    for number in range(1, 4):
+        await answered(made, step(model_id, number))
+    await made.close()
+    monkeypatch.setattr(opening, "STATEMENT_MS", 100)
+    monkeypatch.setattr(copying, "ROWS", 1)
+    engine, folder = copying.engine_of(config)
+    try:
+        assert list(copying.faults(engine, folder, lambda _: time.sleep(0.3))) == []
+    finally:
+        engine.dispose()
