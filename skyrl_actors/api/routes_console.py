@@ -1,4 +1,4 @@
-"""Serve the console: one read-only page at `/`, its data as JSON, and its files."""
+"""Serve the console: one page at `/`, its data as JSON, its files, and acts of operators."""
 
 import asyncio
 import math

@@ -88,7 +88,7 @@ def show(as_json: bool, service: str) -> None:
 
 
 def audit(last: int, as_json: bool, service: str) -> None:
-    """List the newest acts on keys."""
+    """List the newest entries of the audit log."""
     entries = asked(service, lambda calls: calls.audit(last))
     if as_json:
         print(json.dumps([asdict(entry) for entry in entries], indent=2))

@@ -11,7 +11,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.conftest import free_port, run_cli
+from tests.conftest import run_cli
+from tests.service.own_service import own_service
 
 pytestmark = pytest.mark.slow
 
@@ -19,17 +20,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Yield the name and the address of a service."""
-    folder, port = tmp_path_factory.mktemp("operating"), free_port()
-    name = f"operating-{port}"
-    options = (f"name={name}", f"http.port={port}", f"checkpoint_dir={folder / 'checkpoints'}")
-    options += (f"journal.folder={folder / 'journal'}", "critic=null")
-    started = run_cli("serve", "configs/cpu_tiny.yaml", *options, timeout=600)
-    try:
-        assert started.returncode == 0, started.stdout + started.stderr
-        yield name, f"http://127.0.0.1:{port}"
-    finally:
-        stopped = run_cli("stop", "--name", name)
-    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    folder = tmp_path_factory.mktemp("operating")
+    with own_service("configs/cpu_tiny.yaml", folder, "operating", "critic=null") as served:
+        yield served
 
 
 def cli(name: str, *arguments: str) -> str:
