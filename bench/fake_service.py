@@ -5,7 +5,7 @@ Measurements on it show the cost of the control plane.
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,9 +25,9 @@ SHORT_RETENTION_S = 3600
 
 class AnsweringController(ControllerActor):
     def build_controller(
-        self, config: ClusterConfig, base_folder: Path, detached: bool
+        self, config: ClusterConfig, base_folders: Mapping[str, Path], detached: bool
     ) -> Controller:
-        backend = AnsweringBackend(str(base_folder))
+        backend = AnsweringBackend(str(base_folders[config.base_model.name]))
         controller = Controller(config, backend, build_journal(config.journal, KINDS))
         if config.journal.retention_s < SHORT_RETENTION_S:  # a test of memory
             controller.sweep_s, controller.results.ttl_s = 30.0, 5.0

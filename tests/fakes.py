@@ -3,13 +3,19 @@
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.backend import AdapterMemory, BackendCopy, Capabilities, Mixture
+from skyrl_actors.backends.backend import (
+    AdapterMemory,
+    BackendCopy,
+    Capabilities,
+    Mixture,
+    ServedModels,
+)
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
@@ -19,6 +25,11 @@ from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+
+
+def changed(bases: ServedModels, **changes: Any) -> ServedModels:
+    """Return the base models with other capabilities of the first."""
+    return ServedModels((replace(bases.default, **changes), *bases.bases[1:]))
 
 
 class FakeBackend:
@@ -31,7 +42,7 @@ class FakeBackend:
         self.calls: list[tuple[str, str]] = []
         self.models: dict[str, ModelSpec] = {}
         self.numbers: dict[str, int] = {}
-        self.on_lost: Callable[[str], None] = lambda role: None
+        self.on_lost: Callable[[str, str], None] = lambda base_model, role: None
         self.lost: str | None = None
         self.go = asyncio.Event()
         self.go.set()
@@ -45,8 +56,8 @@ class FakeBackend:
             raise InternalError(f"{verb} broke")
         self.calls.append((verb, model_id))
 
-    async def start(self, epoch: int) -> Capabilities:
-        return Capabilities(
+    async def start(self, epoch: int) -> ServedModels:
+        able = Capabilities(
             base_model="tiny",
             base_folder="/models/tiny",
             vocab_size=320,
@@ -55,8 +66,9 @@ class FakeBackend:
             roles=("policy", "critic"),
             adapters=self.adapters,
         )
+        return ServedModels((able,))
 
-    async def ready(self, role: str) -> None:
+    async def ready(self, spec: ModelSpec) -> None:
         pass
 
     async def residents(self) -> dict[str, int]:
@@ -153,7 +165,7 @@ class FakeBackend:
     async def has_sampler(self, weights: SamplerWeights) -> bool:
         return True
 
-    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+    async def open_sampler(self, base_model: str, folder: str, version: str) -> SamplerWeights:
         return SamplerWeights(version=version)
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
@@ -183,6 +195,9 @@ class FakeBackend:
         pass
 
     def fault(self) -> str | None:
+        return None
+
+    def waiting(self, base_model: str) -> str | None:
         return None
 
     async def status(self) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Guard:
             text = f"API keys are not known now: {error}"
             await error_answer(scope["path"], text, "server", 503)(scope, receive, send)
             return
-        limit = limit_of(scope["path"], state.config.limits, state.known_capabilities)
+        limit = limit_of(scope["path"], state.config.limits, state.known_bases)
         length = headers.get("content-length", "0")
         if caller is None:
             # The header makes an SDK with a token fetch a new one.

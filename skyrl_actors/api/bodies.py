@@ -31,11 +31,11 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
 
     async def parsed(request: Request) -> M:
         state = state_of(request)
-        limits, able = state.config.limits, await state.capabilities()
-        limit = limit_of(request.url.path, limits, able)
+        limits, bases = state.config.limits, await state.bases()
+        limit = limit_of(request.url.path, limits, bases)
         body = await read_body(request, limit)
         check_json_size(body, limit)
-        longest, most = able.max_sample_tokens, limits.samples_in_flight
+        longest, most = bases.max_sample_tokens, limits.samples_in_flight
         found = await run_sized(len(body), _validated, model, body, check, longest, most)
         request.state.body_lease.release()
         if isinstance(found, Faults):

@@ -5,7 +5,7 @@ from typing import Any
 
 from skyrl_actors.api import openai_wire, wire
 from skyrl_actors.api.error_bodies import without_prefix
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.narrowing import is_array
@@ -23,19 +23,19 @@ PROMPTS = {
 }
 
 
-def limit_of(path: str, limits: LimitsConfig, able: Capabilities | None) -> int:
+def limit_of(path: str, limits: LimitsConfig, bases: ServedModels | None) -> int:
     """Return the most bytes of a body for this path, also after decompression.
 
-    `able` None: the capabilities are not known yet.
+    `bases` None: they are not known yet.
     """
     if path in BATCHES or path in UNREAD:
         return limits.body_bytes
     per_token = PROMPTS.get(without_prefix(path))
     if per_token is None:
         return min(SMALL_BYTES, limits.body_bytes)
-    if able is None or (able.images and without_prefix(path) in WITH_IMAGES):
+    if bases is None or (bases.take_images and without_prefix(path) in WITH_IMAGES):
         return limits.body_bytes
-    return min(limits.body_bytes, SMALL_BYTES + per_token * able.max_sample_tokens)
+    return min(limits.body_bytes, SMALL_BYTES + per_token * bases.max_sample_tokens)
 
 
 def check_sample(body: wire.Asample, most_tokens: int, most_prompts: int) -> None:

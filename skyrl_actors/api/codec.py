@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
@@ -50,6 +51,20 @@ def decompress(body: bytes, limit: int) -> bytes:
             f"the decompressed body has more than {limit} bytes; at most {limit} are allowed"
         )
     return plain
+
+
+class _ModelOfBody(msgspec.Struct):
+    model_id: str = ""
+
+
+def model_id_in(body: bytes, is_proto: bool) -> str:
+    """Return the model of a batch without its data; "" if the body has none or is damaged."""
+    try:
+        if is_proto:
+            return schema.ModelOfRequest.FromString(body).model_id
+        return msgspec.json.decode(body, type=_ModelOfBody).model_id
+    except (DecodeError, msgspec.MsgspecError, RecursionError):
+        return ""
 
 
 def forward_backward_from_proto(

@@ -28,6 +28,7 @@ from skyrl_actors.api.openai_text import Codec, GrowingText, codec_for
 from skyrl_actors.api.pictures import NO_IMAGES, PictureReader
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
 from skyrl_actors.api.state import ApiState, shown, state_of
+from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, SkyrlActorsError
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.paths import parse_path
@@ -58,13 +59,12 @@ async def _models(request: Request) -> list[dict[str, Any]]:
     samplers = [
         c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))
     ]
-    base = {
-        "id": (await state.capabilities()).base_model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "skyrl-actors",
-    }
-    return [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)]
+    bases = [_described(name, 0) for name in (await state.bases()).names]
+    return [*bases, *(_described(c.path, int(c.time)) for c in samplers)]
+
+
+def _described(model: str, created: int) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": created, "owned_by": "skyrl-actors"}
 
 
 def _no_model(model: str) -> NotFound:
@@ -78,7 +78,9 @@ ChatBody = Annotated[wire.ChatCompletion, Depends(body_of(wire.ChatCompletion, c
 @router.post("/completions", openapi_extra=documented(wire.Completion))
 async def completions(body: CompletionBody, request: Request) -> Response:
     """OpenAI's completions, with a complete or a streamed answer."""
-    codec, able = await _codec(request), await state_of(request).capabilities()
+    sampler = await _sampler(request, body.model)
+    able = (await state_of(request).bases()).of(sampler.base_model)
+    codec = await asyncio.to_thread(codec_for, able.base_folder)
     prompts = await run_in_thread(_prompts, body.prompt, codec, able.max_sample_tokens)
     params = await _params(request, body, body.max_tokens, body.logprobs)
     form = Form(
@@ -89,7 +91,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         codec=codec,
         with_logprobs=body.logprobs is not None,
     )
-    return await _answered(request, body, form, prompts, params)
+    return await _answered(request, body, form, sampler, prompts, params)
 
 
 @router.post("/chat/completions", openapi_extra=documented(wire.ChatCompletion))
@@ -98,12 +100,13 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
     The prompt uses the chat template of the base model.
     """
-    able = await state_of(request).capabilities()
+    sampler = await _sampler(request, body.model)
+    able = (await state_of(request).bases()).of(sampler.base_model)
     urls = [url for message in body.messages for url in message.images]
     if urls and able.images is None:
         raise InvalidRequest(f"image_url: {NO_IMAGES}")
-    codec = await _codec(request)
-    if body.offered and not state_of(request).config.engine.tool_parser:
+    codec = await asyncio.to_thread(codec_for, able.base_folder)
+    if body.offered and not state_of(request).configs.of(able.base_model).engine.tool_parser:
         raise InvalidRequest("tools need engine.tool_parser in the config of this service")
     messages = [message.for_template for message in body.messages]
     prompt = await run_in_thread(
@@ -129,11 +132,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         codec=codec,
         with_logprobs=body.logprobs,
     )
-    return await _answered(request, body, form, [prompt], params, pictures)
-
-
-async def _codec(request: Request) -> Codec:
-    return await asyncio.to_thread(codec_for, (await state_of(request).capabilities()).base_folder)
+    return await _answered(request, body, form, sampler, [prompt], params, pictures)
 
 
 def _prompts(prompt: str | Sequence[Any], codec: Codec, most_tokens: int) -> list[list[int]]:
@@ -177,11 +176,11 @@ async def _answered(
     request: Request,
     body: wire.OpenAiBody,
     form: Form,
+    sampler: Sampler,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     pictures: tuple[Picture, ...] = (),
 ) -> Response:
-    sampler_id = await _sampler(request, body.model)
     if not prompts:
         raise InvalidRequest("the prompt is empty: give a text, a list of texts, or token ids")
     if body.stream and len(prompts) != 1:
@@ -193,7 +192,7 @@ async def _answered(
         for i, prompt in enumerate(prompts):
             asked = await samples.submit(
                 Sample(
-                    sampler_id=sampler_id,
+                    sampler_id=sampler.sampler_id,
                     prompt=tuple(prompt),
                     pictures=pictures,
                     params=replace(params, seed=_seed(params, i)),
@@ -228,15 +227,15 @@ def _seed(params: SamplingParams, index: int) -> int | None:
     return None if params.seed is None else params.seed + index * params.num_samples
 
 
-async def _sampler(request: Request, model: str) -> str:
+async def _sampler(request: Request, model: str) -> Sampler:
     state = state_of(request)
     is_path = model.startswith("tinker://")
     if is_path:
         await readable(request, parse_path(model))
-    elif model != (await state.capabilities()).base_model:
+    elif model not in (await state.bases()).names:
         raise _no_model(model)
     base, path = (None, model) if is_path else (model, None)
-    return (await state.client.calls.open_sampler(None, None, base, path)).sampler_id
+    return await state.client.calls.open_sampler(None, None, base, path)
 
 
 async def _events(

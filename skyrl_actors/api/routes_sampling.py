@@ -72,7 +72,7 @@ async def asample(body: SampleBody, request: Request) -> dict[str, Any]:
         sampler_id = await _direct_sampler(request, body)
     else:
         sampler_id = caller.own(body.sampling_session_id, "sampler")
-    able = await state.capabilities()
+    able = await state.able_to_sample(sampler_id)
     limit, http = state.config.limits.body_bytes, state.config.http
     given = (
         body,

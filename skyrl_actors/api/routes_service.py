@@ -79,16 +79,18 @@ async def health(state: ApiState) -> JSONResponse:
 
 @router.get("/get_server_capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
-    """Return the base model and the length of its longest row."""
-    able = await state_of(request).capabilities()
-    model = {
-        "model_name": able.base_model,
-        "max_context_length": able.max_sample_tokens,
-        "trainable": True,
-        "sampleable": True,
-        "takes_images": able.images is not None,  # this service's addition
-    }
-    return {"supported_models": [model]}
+    """Return the base models and the length of their longest rows. The first is the default."""
+    models = [
+        {
+            "model_name": able.base_model,
+            "max_context_length": able.max_sample_tokens,
+            "trainable": True,
+            "sampleable": True,
+            "takes_images": able.images is not None,  # this service's addition
+        }
+        for able in (await state_of(request).bases()).bases
+    ]
+    return {"supported_models": models}
 
 
 @router.post("/create_session")

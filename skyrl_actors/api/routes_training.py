@@ -15,6 +15,7 @@ from skyrl_actors.api.state import read_body, state_of
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.losses.custom_graph import loss_id_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
+from skyrl_actors.messages.image_form import ImageForm
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.narrowing import is_object
 from skyrl_actors.messages.paths import parse_path
@@ -29,9 +30,8 @@ async def create_model(body: wire.CreateModel, request: Request) -> dict[str, An
 
     `user_metadata.model_role` is policy or critic.
     """
-    return await _submitted(
-        request, translate.create_model(body, state_of(request).config.lora.alpha)
-    )
+    lora = state_of(request).configs.of(body.base_model).lora
+    return await _submitted(request, translate.create_model(body, lora.alpha))
 
 
 async def _submitted(request: Request, wanted: ModelRequest) -> dict[str, Any]:
@@ -49,7 +49,7 @@ async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
     """Describe a model and the location of its tokenizer."""
     state = state_of(request)
     spec = (await state.client.calls.get_model(caller_of(request).own(body.model_id, "model"))).spec
-    able = await state.capabilities()
+    able = (await state.bases()).of(spec.base_model)
     return {
         "type": "get_info",
         "model_id": spec.model_id,
@@ -84,8 +84,10 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
     state = state_of(request)
     limits = state.config.limits
     body = await read_body(request, limits.body_bytes)
-    reader = PictureReader((await state.capabilities()).images, limits, state.config.http.images)
-    if translate.PROTOBUF in request.headers.get("content-type", ""):
+    is_proto = translate.PROTOBUF in request.headers.get("content-type", "")
+    form = await _image_form(request, body, is_proto)
+    reader = PictureReader(form, limits, state.config.http.images)
+    if is_proto:
         decode = partial(_from_proto, body, limits, reader)
         if reader.may_decode(body, is_json=False):
             wanted = await run_in_process(decode)
@@ -99,6 +101,18 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
         else:
             wanted = await run_sized(len(body), _from_json, *given)
     return await _submitted(request, wanted)
+
+
+async def _image_form(request: Request, body: bytes, is_proto: bool) -> ImageForm | None:
+    """Return how the base model of a batch takes images. Raises NotFound for an unknown model."""
+    bases = (await state_of(request).bases()).bases
+    if all(base.images == bases[0].images for base in bases):
+        return bases[0].images
+    model_id = await run_sized(len(body), codec.model_id_in, body, is_proto)
+    if not model_id:
+        return None
+    model_id = caller_of(request).own(model_id, "model")
+    return (await state_of(request).able_to_train(model_id)).images
 
 
 def _from_proto(body: bytes, limits: LimitsConfig, reader: PictureReader) -> ForwardBackward:

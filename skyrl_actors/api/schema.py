@@ -44,6 +44,8 @@ MESSAGES: dict[str, tuple[str, ...]] = {
         "6 forward_only bool",
         "7 loss_fn_config_v2 map<string,LossConfigValue>",
     ),
+    # The same message without the rest, for who needs only its model.
+    "ModelOfRequest": ("1 model_id string",),
     "BatchedTensor": (
         "1 data bytes",
         "2 offsets bytes",
@@ -144,6 +146,7 @@ def _set_type(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
 
 _CLASSES = _build()
 ForwardBackwardRequest: Any = _CLASSES["ForwardBackwardRequest"]
+ModelOfRequest: Any = _CLASSES["ModelOfRequest"]
 ForwardBackwardOutput: Any = _CLASSES["ForwardBackwardOutput"]
 SampleResponse: Any = _CLASSES["SampleResponse"]
 FLOAT32, INT64, INT32 = 1, 2, 3

@@ -10,7 +10,8 @@ from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.cpu_bound import run_in_thread
 from skyrl_actors.api.credentials import Credentials
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import Capabilities, ServedModels
+from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.messages.errors import SkyrlActorsError
@@ -21,6 +22,7 @@ from skyrl_actors.transport.byte_budget import ByteBudget
 HEALTH_TIMEOUT_S = 5.0
 BODY_MEMORY_BYTES = 512 * 2**20  # of the large bodies that one process reads, and of the answers
 LONG_POLL_S = 30.0  # longest time that one poll for an answer is held open
+KNOWN_IDS = 100_000  # models and samplers whose base model one process remembers
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
 
 
@@ -30,7 +32,9 @@ class ApiState:
 
     config: ClusterConfig
     client: ControllerClient
-    _capabilities: Capabilities | None = field(default=None)
+    _bases: ServedModels | None = field(default=None)
+    _base_of: dict[str, str] = field(default_factory=dict[str, str])
+    configs: BaseConfigs = field(init=False)
     credentials: Credentials = field(init=False)
     body_budget: ByteBudget = field(init=False)  # for bodies that are read and decoded
     answer_budget: ByteBudget = field(init=False)  # for answers that are rendered and sent
@@ -38,6 +42,7 @@ class ApiState:
     long_poll_s: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.configs = BaseConfigs(self.config)
         self.credentials = Credentials(self.config.http.api_keys, self._fetch_keys)
         limit = max(BODY_MEMORY_BYTES, self.config.limits.body_bytes)
         self.body_budget, self.answer_budget = (
@@ -51,14 +56,38 @@ class ApiState:
         return await self.client.calls.known_keys(version)
 
     @property
-    def known_capabilities(self) -> Capabilities | None:
-        """The capabilities, or None before their first request."""
-        return self._capabilities
+    def known_bases(self) -> ServedModels | None:
+        """The base models, or None before their first request."""
+        return self._bases
 
-    async def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            self._capabilities = await self.client.calls.get_capabilities()
-        return self._capabilities
+    async def bases(self) -> ServedModels:
+        if self._bases is None:
+            self._bases = await self.client.calls.get_capabilities()
+        return self._bases
+
+    async def able_to_sample(self, sampler_id: str) -> Capabilities:
+        """Return the base model of a sampler. Raises NotFound if there are several to ask for."""
+        bases = await self.bases()
+        if len(bases.names) == 1:
+            return bases.default
+        if sampler_id not in self._base_of:
+            self._remember(sampler_id, (await self.client.calls.get_sampler(sampler_id)).base_model)
+        return bases.of(self._base_of[sampler_id])
+
+    async def able_to_train(self, model_id: str) -> Capabilities:
+        """Return the base model of a model. Raises NotFound if there are several to ask for."""
+        bases = await self.bases()
+        if len(bases.names) == 1:
+            return bases.default
+        if model_id not in self._base_of:
+            found = (await self.client.calls.get_model(model_id)).spec.base_model
+            self._remember(model_id, found)
+        return bases.of(self._base_of[model_id])
+
+    def _remember(self, name: str, base_model: str) -> None:
+        if len(self._base_of) >= KNOWN_IDS:
+            self._base_of.clear()
+        self._base_of[name] = base_model
 
     async def fault(self) -> str | None:
         """Return why a request would not be served now, or None when it would."""

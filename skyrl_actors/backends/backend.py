@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.image_form import ImageForm
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
@@ -37,7 +38,7 @@ class AdapterMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the started backend serves."""
+    """What the started backend serves of one base model."""
 
     base_model: str
     base_folder: str
@@ -48,6 +49,43 @@ class Capabilities:
     adapts_head: bool = True  # engines take adapters on the output layer
     adapters: AdapterMemory = AdapterMemory()
     images: ImageForm | None = None  # None: the base model takes none
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The base models of a service. The first is the default."""
+
+    bases: tuple[Capabilities, ...]
+
+    @property
+    def default(self) -> Capabilities:
+        return self.bases[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(base.base_model for base in self.bases)
+
+    @property
+    def take_images(self) -> bool:
+        """Whether any base model takes images."""
+        return any(base.images is not None for base in self.bases)
+
+    @property
+    def max_sample_tokens(self) -> int:
+        """The length of the longest sample of any base model."""
+        return max(base.max_sample_tokens for base in self.bases)
+
+    def of(self, base_model: str) -> Capabilities:
+        """Return a base model by name; "" means the default. Raises InvalidRequest."""
+        if not base_model:
+            return self.default
+        for base in self.bases:
+            if base.base_model == base_model:
+                return base
+        raise InvalidRequest(
+            f"unknown base model {base_model!r}; this service has "
+            f"{', '.join(repr(name) for name in self.names)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +99,23 @@ class BackendCopy:
 class Backend(Protocol):
     """All calls of the controller on the parts that compute."""
 
-    on_lost: Callable[[str], None]  # called with a role whose ranks restarted without any model
+    # Called with base model and role whose ranks restarted without any model.
+    on_lost: Callable[[str, str], None]
 
     @property
     def lost(self) -> str | None:
         """Why the backend must be closed and started again. None if it can repair itself."""
         ...
 
-    async def start(self, epoch: int) -> Capabilities:
+    async def start(self, epoch: int) -> ServedModels:
         """Take over what an earlier controller of this service left, and start what is missing.
 
         Calls of an earlier epoch are refused from now on.
         """
         ...
 
-    async def ready(self, role: str) -> None:
-        """Wait until the ranks of a role run.
+    async def ready(self, spec: ModelSpec) -> None:
+        """Wait until the ranks of a model's base and role run.
 
         Raises InternalError, with the ranks' last log lines, when they keep dying.
         """
@@ -159,7 +198,7 @@ class Backend(Protocol):
         """Return whether the version that `save_for_sampler` published still exists."""
         ...
 
-    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+    async def open_sampler(self, base_model: str, folder: str, version: str) -> SamplerWeights:
         """Open weights for sampling from a checkpoint folder."""
         ...
 
@@ -190,6 +229,10 @@ class Backend(Protocol):
 
     def fault(self) -> str | None:
         """Return what cannot be served now; None while all parts are alive."""
+        ...
+
+    def waiting(self, base_model: str) -> str | None:
+        """Return why requests of this base model wait for the devices, or None."""
         ...
 
     async def status(self) -> dict[str, Any]: ...

@@ -1,6 +1,6 @@
 """Build the backend that the config describes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from skyrl_actors.backends.backend import Backend
@@ -9,10 +9,22 @@ from skyrl_actors.config.cluster import ClusterConfig
 
 
 def build_backend(
-    config: ClusterConfig, base_folder: Path, report: Callable[[str], None], detached: bool
+    config: ClusterConfig,
+    base_folders: Mapping[str, Path],
+    report: Callable[[str], None],
+    detached: bool,
 ) -> Backend:
-    """Check the base model and return a backend that is not started. Raises ConfigError."""
-    from skyrl_actors.backends.ray_backend import RayBackend
+    """Check the base models and return a backend that is not started. Raises ConfigError.
 
-    check_base(base_folder, config)
-    return RayBackend(config, base_folder, report, detached)
+    `base_folders` is by the name of a base model.
+    """
+    from skyrl_actors.backends.catalogue import CatalogueBackend
+    from skyrl_actors.backends.ray_backend import RayBackend
+    from skyrl_actors.backends.shelf import RayShelf
+
+    for name, own in config.served().items():
+        check_base(base_folders[name], own)
+    if config.base_models:
+        shelf = RayShelf(config, base_folders, report, detached)
+        return CatalogueBackend(shelf, report, max(config.restart.max_in_a_row, 1))
+    return RayBackend(config, base_folders[config.base_model.name], report, detached)

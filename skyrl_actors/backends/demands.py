@@ -1,13 +1,21 @@
 """The slots that a config needs on the cluster (pure)."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from placement.planner import plan
 from placement.types import Demand, DoesNotFit, Node, Plan
 from skyrl_actors.config.cluster import COLOCATED_SHARE, ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
 
+OF = "/"  # between a config's name and the kind of an actor
 
-def demands_of(config: ClusterConfig) -> list[list[Demand]]:
-    """Return demands for slots; the demands of one inner list share slots."""
+
+def demands_of(config: ClusterConfig, num_bases: int = 1) -> list[list[Demand]]:
+    """Return demands for slots; the demands of one inner list share slots.
+
+    `num_bases`: base models that share the slots.
+    """
     engine = config.engine
     counts = {
         "policy": config.policy.num_ranks,
@@ -21,7 +29,7 @@ def demands_of(config: ClusterConfig) -> list[list[Demand]]:
         demand = Demand(
             kind=kind,
             count=count,
-            share=COLOCATED_SHARE if shared else 1.0,
+            share=COLOCATED_SHARE / num_bases if shared else 1.0,
             width=engine.topology.num_devices if kind == "engine" else 1,
             block=engine.topology.tensor_parallel if kind == "engine" else 1,
         )
@@ -40,6 +48,45 @@ def plan_for(config: ClusterConfig, nodes: list[Node]) -> Plan:
         raise ConfigError(str(error)) from error
     check_transfer(config, made)
     return made
+
+
+def shared_plan(
+    config: ClusterConfig, served: Mapping[str, ClusterConfig], nodes: list[Node]
+) -> Plan:
+    """Plan the slots that all base models share. Raise ConfigError if they do not fit the nodes.
+
+    The kinds of its actors begin with the names of the configs; see `part_of`.
+    """
+    demands = [
+        replace(demand, kind=f"{own.name}{OF}{demand.kind}")
+        for own in served.values()
+        for demand in demands_of(own, len(served))[0]
+    ]
+    try:
+        return plan([demands], nodes, config.placement.device.upper())
+    except DoesNotFit as error:
+        raise ConfigError(str(error)) from error
+
+
+def part_of(shared: Plan, name: str) -> Plan:
+    """Return the plan of one base model, by the name of its config."""
+    prefix = f"{name}{OF}"
+
+    def own(values: Mapping[str, int]) -> dict[str, int]:
+        return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+    slots = tuple(
+        replace(
+            slot,
+            holds=tuple(
+                (kind.removeprefix(prefix), rank, share)
+                for kind, rank, share in slot.holds
+                if kind.startswith(prefix)
+            ),
+        )
+        for slot in shared.slots
+    )
+    return replace(shared, slots=slots, widths=own(shared.widths), blocks=own(shared.blocks))
 
 
 def check_transfer(config: ClusterConfig, made: Plan) -> None:

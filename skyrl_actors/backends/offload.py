@@ -52,16 +52,16 @@ class Offloader:
         for part in parts:
             part.restart_now(reason)
 
-    async def as_taken_over(self) -> None:
-        """Bring parts that were taken over into the state of the phase TRAIN.
+    async def as_taken_over(self, phase: Phase) -> None:
+        """Bring parts that were taken over into the state of TRAIN or IDLE.
 
-        Engines sleep. Trainers get the memory that TRAIN gives them. Parts that fail restart.
+        Engines sleep. Trainers get the memory that the phase gives them. Parts that fail restart.
         """
         memory = self._engines.memory
         await self._remake_failed(memory.moves, memory.sleep())
-        await self._remake_failed(self._groups, self._move_groups("weights", "device"))
-        await self._remake_failed(self._groups, self._move_groups("gradients", "device"))
-        await self._remake_failed(self._groups, self._move_groups("optimizer", "host"))
+        for part, name in TRAIN_PARTS.items():
+            direction = "device" if part in RESIDENT[phase] else "host"
+            await self._remake_failed(self._groups, self._move_groups(name, direction))
 
     async def _remake_failed(self, moves: PartMoves, work: Awaitable[int | None]) -> None:
         try:
@@ -90,9 +90,14 @@ def offloader_for(
     return Offloader(config.placement.device, sharing, engines)
 
 
-def phase_lock_for(config: ClusterConfig, offloader: Offloader) -> PhaseLock:
-    """Build the phase lock of the layout; it begins in TRAIN."""
-    if config.placement.layout == "split" or not config.engine.num_engines:
+def phase_lock_for(
+    config: ClusterConfig, offloader: Offloader, start: Phase = Phase.TRAIN, parks: bool = False
+) -> PhaseLock:
+    """Build the phase lock of the layout, which begins in `start`.
+
+    `parks`: all memory has to leave the devices at times.
+    """
+    if not parks and (config.placement.layout == "split" or not config.engine.num_engines):
         return SplitPhaseLock()
     healing = MoveHealing(advise_after=max(config.restart.max_in_a_row, 1))
-    return ColocatedPhaseLock(offloader, Phase.TRAIN, 2 * config.restart.call_timeout_s, healing)
+    return ColocatedPhaseLock(offloader, start, 2 * config.restart.call_timeout_s, healing)

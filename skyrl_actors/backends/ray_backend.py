@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.types import Plan
-from skyrl_actors.backends.backend import BackendCopy, Capabilities, Mixture
+from skyrl_actors.backends.backend import BackendCopy, Capabilities, Mixture, ServedModels
 from skyrl_actors.backends.monitoring import Monitoring
+from skyrl_actors.backends.proved_bases import Facts, capabilities_of
 from skyrl_actors.backends.running_parts import RunningParts
-from skyrl_actors.backends.site import adapters_of
+from skyrl_actors.backends.site import Site
 from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
@@ -23,7 +24,6 @@ from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, PartDown, StateLost
-from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
@@ -38,10 +38,10 @@ CROSS_ENTROPY = LossCall("cross_entropy", {})
 
 
 class RayBackend:
-    """Run groups and engines as Ray actors.
+    """Run groups and engines of one base model as Ray actors.
 
     `detached`: ranks, engines and slots outlive the process that created them, and the next
-    controller takes them over.
+    controller takes them over. `site`: slots that it shares with other base models.
     """
 
     def __init__(
@@ -50,50 +50,60 @@ class RayBackend:
         base_folder: Path,
         report: Callable[[str], None],
         detached: bool,
+        site: Site | None = None,
     ):
         self.config = config
         self.base_folder = base_folder
-        self.on_lost: Callable[[str], None] = lambda role: None
+        self._name = config.base_model.name
+        self.on_lost: Callable[[str, str], None] = lambda base_model, role: None
         self.parts = RunningParts(
-            config, base_folder, report, detached, lambda role: self.on_lost(role)
+            config,
+            base_folder,
+            report,
+            detached,
+            lambda role: self.on_lost(self._name, role),
+            site,
         )
         self._report = report
         self._monitoring: Monitoring | None = None
         self._attempts = itertools.count()
 
-    async def start(self, epoch: int) -> Capabilities:
+    async def start(self, epoch: int) -> ServedModels:
         """Take over or start the groups and engines."""
-        plan = await self.parts.start(epoch)
+        return ServedModels((await self._started(await self.parts.start(epoch)),))
+
+    async def take_over(self, epoch: int) -> Capabilities | None:
+        """Park what an earlier controller left. Return None if it does not all run."""
+        plan = await self.parts.take_over(epoch)
+        return None if plan is None else await self._started(plan)
+
+    async def _started(self, plan: Plan) -> Capabilities:
         self._monitoring = Monitoring(
             self.config.name,
             list(self.parts.groups.values()),
             self.parts.engines,
             self.parts.phase_lock,
         )
-        return await self._capabilities(plan)
-
-    async def _capabilities(self, plan: Plan) -> Capabilities:
         info = (await self.parts.groups["policy"].up()).info
         assert info is not None
         self.parts.engines.logprob_check.vocab_size = info.vocab_size
-        return Capabilities(
-            base_model=self.config.base_model.name,
-            base_folder=str(self.base_folder),
-            vocab_size=info.vocab_size,
-            max_context_tokens=info.max_context_tokens,
-            max_sample_tokens=min(self.config.engine.max_model_len, info.max_context_tokens),
-            roles=self.parts.roles,
-            adapts_head=await self.parts.engines.adapts_head(),
-            adapters=adapters_of(self.config, self.base_folder, plan),
-            images=form_in(self.base_folder),
+        facts = Facts(
+            info.vocab_size, info.max_context_tokens, await self.parts.engines.adapts_head()
         )
+        return capabilities_of(self.config, self.base_folder, plan, facts)
+
+    async def park(self) -> None:
+        await self.parts.park()
+
+    async def resume(self) -> None:
+        await self.parts.resume()
 
     @property
     def lost(self) -> str | None:
         return self.parts.lost
 
-    async def ready(self, role: str) -> None:
-        await self.parts.groups[role].up()
+    async def ready(self, spec: ModelSpec) -> None:
+        await self.parts.groups[spec.role].up()
 
     async def residents(self) -> dict[str, int]:
         return await self.parts.residents()
@@ -300,7 +310,7 @@ class RayBackend:
             if written:
                 await group.write_versions(spec.model_id, ())
             return self.parts.engines.logprob_check.attach(
-                SamplerWeights(version=version, parts=(made,)), scored
+                SamplerWeights(version=version, parts=(made,), base_model=self._name), scored
             )
 
         return await self._on(spec, Phase.TRAIN, work)
@@ -311,9 +321,10 @@ class RayBackend:
             (await supervisor.up()).exists([part.path for part in weights.parts])
         )
 
-    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+    async def open_sampler(self, base_model: str, folder: str, version: str) -> SamplerWeights:
         def opened() -> SamplerWeights:
-            weights = SamplerWeights(version=version, parts=manifests(Path(folder), version))
+            parts = manifests(Path(folder), version)
+            weights = SamplerWeights(version=version, parts=parts, base_model=base_model)
             return self.parts.engines.logprob_check.load(weights, Path(folder))
 
         return await asyncio.to_thread(opened)
@@ -345,7 +356,7 @@ class RayBackend:
             if (
                 self.parts.delivery.transfer.needs_group
             ):  # weights may have to come from the trainers
-                await self.ready("policy")
+                await self.parts.groups["policy"].up()
             if self.parts.engines.goes_outside(prompt, params, weights, bool(pictures)):
                 return await run(outside=True)
             if self.parts.engines.needs_weights():
@@ -364,6 +375,10 @@ class RayBackend:
     def fault(self) -> str | None:
         """Return what cannot be served now."""
         return self._monitoring.fault() if self._monitoring else None
+
+    def waiting(self, base_model: str) -> str | None:
+        """Return None: nothing else wants the devices."""
+        return None
 
     async def status(self) -> dict[str, Any]:
         assert self._monitoring is not None

@@ -2,16 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from pathlib import Path
 
 from placement.types import Plan
+from skyrl_actors import remote
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.backends.memory_demands import engine_bytes, shape_in
 from skyrl_actors.backends.node_bases import NodeBases
 from skyrl_actors.backends.offload import offloader_for, phase_lock_for
 from skyrl_actors.backends.shared_folders import prove_shared
-from skyrl_actors.backends.site import reserved_site
+from skyrl_actors.backends.site import Site, reserved_site
 from skyrl_actors.backends.slots import SlotWatch
 from skyrl_actors.backends.training_parts import TrainingParts
 from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
@@ -39,7 +46,8 @@ async def _no_change(old: str, new: str) -> None:
 class RunningParts:
     """Own the parts of a service and the phase lock over their memory.
 
-    `on_group_up` is called with the role after each restart of a group.
+    `on_group_up` is called with the role after each restart of a group. With a `site` that other
+    base models share, the parts can be parked.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class RunningParts:
         report: Callable[[str], None],
         detached: bool,
         on_group_up: Callable[[str], None],
+        site: Site | None = None,
     ):
         self.groups: dict[str, GroupSupervisor] = {}
         self.phase_lock: PhaseLock = SplitPhaseLock()
@@ -58,6 +67,10 @@ class RunningParts:
         self._report = report
         self._detached = detached
         self._on_group_up = on_group_up
+        self._site = site
+        self._parks = site is not None and site.is_shared
+        self._parked = AsyncExitStack()
+        self._versions_may_be_live = False
         self._slots: SlotWatch | None = None
         self._bases: NodeBases | None = None
         self._standby: Standby | None = None
@@ -85,15 +98,74 @@ class RunningParts:
         return self._engines
 
     async def start(self, epoch: int) -> Plan:
-        """Reserve the slots; take over or start groups and engines.
+        """Take over or start groups and engines. Engines that share devices are asleep afterwards.
 
-        Engines that share devices are asleep afterwards.
+        Parts that can be parked are started, because `take_over` has ended those that ran.
         """
+        plan, standby_runs = await self._prepare(epoch)
+        attached = not self._parks and await self._attach()
+        if not attached:
+            await self._start_all()
+            self.phase_lock = phase_lock_for(
+                self._config,
+                offloader_for(self._config, self.groups, self.engines),
+                parks=self._parks,
+            )
+        await self.delivery.transfer.prove(await self.groups["policy"].up(), self.engines.actors)
+        if not attached:
+            ups = {role: await self.groups[role].up() for role in self.roles}
+            await prove_shared(self._config, ups)
+        if self._standby is not None and not standby_runs:
+            self._standby.start_later()
+        return plan
+
+    async def take_over(self, epoch: int) -> Plan | None:
+        """Park the parts of an earlier controller. If not all run, end the others; return None."""
+        plan, standby_runs = await self._prepare(epoch)
+        groups = await asyncio.gather(*(each.take_over() for each in self.groups.values()))
+        engines = zip(self.engines.engines, await self.engines.take_over(), strict=True)
+        if not all((*groups, *(runs for engine, runs in engines if engine.managed))):
+            await self.close()
+            await remote.end_named(remote.names_with(f"{self._config.name}:"))
+            return None
+        offloader = offloader_for(self._config, self.groups, self.engines)
+        self.phase_lock = phase_lock_for(self._config, offloader, Phase.IDLE, parks=True)
+        await offloader.as_taken_over(Phase.IDLE)
+        await self.park()
+        self._versions_may_be_live = True
+        if self._standby is not None and not standby_runs:
+            self._standby.start_later()
+        return plan
+
+    async def park(self) -> None:
+        """Move all memory off the devices, until `resume`."""
+        await self._parked.enter_async_context(self.phase_lock.hold(Phase.IDLE))
+
+    async def resume(self) -> None:
+        """Let memory onto the devices again. Each part is loaded when it is needed."""
+        await self._parked.aclose()
+        if self._versions_may_be_live:
+            async with self.phase_lock.hold(Phase.TRAIN):
+                await self._write_live_versions()
+            self._versions_may_be_live = False
+
+    async def _write_live_versions(self) -> None:
+        """Write versions that an earlier config may have left only as live weights."""
+        if self.delivery.transfer.materialize != "eager":
+            return
+        for model_id, number in (await self.residents()).items():
+            if number != TORN and (group := self.groups["policy"].group) is not None:
+                await group.write_versions(model_id, ())
+
+    async def _prepare(self, epoch: int) -> tuple[Plan, bool]:
+        """Build the objects of all parts. Return the plan, and whether a standby process runs."""
         config, environment = self._config, actor_environment(self._config)
-        plan, reserved, devices = await reserved_site(
+        site = self._site or await reserved_site(
             config, self._base_folder, self._report, self._detached
         )
-        self._slots = SlotWatch(reserved)
+        plan, reserved, devices = site.plan, site.reserved, site.devices
+        if not site.is_shared:
+            self._slots = SlotWatch(reserved)
         self._bases = NodeBases(config, self._base_folder, reserved, self._report)
         await self._bases.ensure()
         parts = TrainingParts(
@@ -131,18 +203,7 @@ class RunningParts:
         )
         self._engines.prepare_with(self._bases.ensure)
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
-        attached = await self._attach()
-        if not attached:
-            await self._start_all()
-            self.phase_lock = phase_lock_for(
-                config, offloader_for(config, self.groups, self.engines)
-            )
-        await self.delivery.transfer.prove(await self.groups["policy"].up(), self._engines.actors)
-        if not attached:
-            await prove_shared(config, {role: await self.groups[role].up() for role in self.roles})
-        if self._standby is not None and not standby_runs:
-            self._standby.start_later()
-        return plan
+        return plan, standby_runs
 
     @property
     def lost(self) -> str | None:
@@ -168,12 +229,8 @@ class RunningParts:
         self.phase_lock = phase_lock_for(self._config, offloader)
         async with self.phase_lock.hold(Phase.TRAIN):  # restarted parts join after this
             if self._config.placement.shares("engine") and self.engines.has_own:
-                await offloader.as_taken_over()
-            # An earlier config may have left versions that exist only as live weights.
-            if self.delivery.transfer.materialize == "eager":
-                for model_id, number in (await self.residents()).items():
-                    if number != TORN and (group := self.groups["policy"].group) is not None:
-                        await group.write_versions(model_id, ())
+                await offloader.as_taken_over(Phase.TRAIN)
+            await self._write_live_versions()
         for part, runs in (
             *zip(supervisors, groups, strict=True),
             *zip(self.engines.engines, engines, strict=True),
@@ -264,7 +321,8 @@ class RunningParts:
         await asyncio.gather(*(part.detach() for part in parts if part is not None))
 
     async def close(self) -> None:
-        """End the parts and free the slots."""
+        """End the parts, and free the slots unless others have them too."""
+        await self._parked.aclose()
         try:
             if self._engines is not None:
                 await self._engines.stop(STOP_TIMEOUT_S)

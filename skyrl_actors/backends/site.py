@@ -1,18 +1,33 @@
 """Plan the slots of a config on the Ray cluster, check their memory, and reserve them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from placement.reserve import cluster_nodes, gpu_ids, placed_on, reserve
-from placement.types import DoesNotFit, Plan
+from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
-from skyrl_actors.backends.demands import check_transfer, plan_for
+from skyrl_actors.backends.demands import check_transfer, part_of, plan_for, shared_plan
 from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse, shape_in
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where the parts of a base model run.
+
+    `devices` has the GPU ids of engines on several GPUs, by slot. `is_shared`: other base models
+    have the same slots.
+    """
+
+    plan: Plan
+    reserved: PlacementGroup
+    devices: dict[int, str]
+    is_shared: bool = False
 
 
 def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> AdapterMemory:
@@ -22,38 +37,94 @@ def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> Adapter
 
 async def reserved_site(
     config: ClusterConfig, base_folder: Path, report: Callable[[str], None], detached: bool
-) -> tuple[Plan, PlacementGroup, dict[int, str]]:
-    """Reserve the slots; return the plan as placed, the slots, and GPU ids of multi-GPU engines.
+) -> Site:
+    """Reserve the slots of a service with one base model.
 
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
     nodes = cluster_nodes()
     plan = plan_for(config, nodes)
-    _, complaints = checked(config, shape_in(base_folder), plan, nodes)
-    refuse(config, complaints)
-    for complaint in complaints:
-        report(f"memory: {complaint}")
+    check_memory(config, base_folder, plan, nodes, report)
     # If the free resources do not suffice, the plan of all resources stays: an earlier controller
     # of this service may hold some of them, or other programs may end.
     with suppress(ConfigError):
         plan = plan_for(config, cluster_nodes(free=True))
-    # Pin slots to nodes where it matters which parts share one. Otherwise Ray may move slots when
-    # a node is lost.
-    pinned = len(nodes) > 1 and (
-        config.transfer.type in ("shm", "ipc") or config.engine.topology.num_devices > 1
-    )
-    patience_s = config.restart.start_timeout_s
+    reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
-        reserved = await reserve(plan, config.name, patience_s, report, detached, pinned)
-    except DoesNotFit as error:
-        raise ConfigError(str(error)) from error
-    try:
-        plan = placed_on(plan, reserved)
-        check_transfer(config, plan)
-        devices = {}
-        if config.engine.topology.num_devices > 1:
-            devices = await gpu_ids(plan, reserved, "engine", patience_s)
+        return await _placed(config, placed_on(plan, reserved), reserved)
     except (DoesNotFit, ConfigError) as error:
         remove_placement_group(reserved)
         raise ConfigError(str(error)) from error
-    return plan, reserved, devices
+
+
+async def shared_sites(
+    config: ClusterConfig,
+    served: Mapping[str, ClusterConfig],
+    folders: Mapping[str, Path],
+    report: Callable[[str], None],
+    detached: bool,
+) -> dict[str, Site]:
+    """Reserve the slots that all base models of a service share; return the site of each.
+
+    Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
+    """
+    nodes = cluster_nodes()
+    plan = shared_plan(config, served, nodes)
+    for name, own in served.items():
+        check_memory(own, folders[name], part_of(plan, own.name), nodes, report)
+    with suppress(ConfigError):
+        plan = shared_plan(config, served, cluster_nodes(free=True))
+    reserved = await _reserved(config, plan, len(nodes), report, detached)
+    try:
+        plan = placed_on(plan, reserved)
+        sites = {
+            name: await _placed(own, part_of(plan, own.name), reserved)
+            for name, own in served.items()
+        }
+    except (DoesNotFit, ConfigError) as error:
+        remove_placement_group(reserved)
+        raise ConfigError(str(error)) from error
+    return {name: replace(site, is_shared=True) for name, site in sites.items()}
+
+
+def check_memory(
+    config: ClusterConfig,
+    base_folder: Path,
+    plan: Plan,
+    nodes: list[Node],
+    report: Callable[[str], None],
+) -> None:
+    """Report what does not fit the memory, or raise ConfigError, as the config says."""
+    _, complaints = checked(config, shape_in(base_folder), plan, nodes)
+    refuse(config, complaints)
+    for complaint in complaints:
+        report(f"memory: {complaint}")
+
+
+async def _reserved(
+    config: ClusterConfig,
+    plan: Plan,
+    num_nodes: int,
+    report: Callable[[str], None],
+    detached: bool,
+) -> PlacementGroup:
+    # Pin slots to nodes where it matters which parts share one. Otherwise Ray may move slots when
+    # a node is lost.
+    pinned = num_nodes > 1 and any(
+        own.transfer.type in ("shm", "ipc") or own.engine.topology.num_devices > 1
+        for own in config.served().values()
+    )
+    patience_s = config.restart.start_timeout_s
+    try:
+        return await reserve(plan, config.name, patience_s, report, detached, pinned)
+    except DoesNotFit as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _placed(config: ClusterConfig, plan: Plan, reserved: PlacementGroup) -> Site:
+    """Return the site of a base model. Raises ConfigError or DoesNotFit."""
+    check_transfer(config, plan)
+    devices: dict[int, str] = {}
+    if config.engine.topology.num_devices > 1:
+        devices = await gpu_ids(plan, reserved, "engine", config.restart.start_timeout_s)
+    return Site(plan, reserved, devices)

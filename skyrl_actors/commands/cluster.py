@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ from skyrl_actors.storage.private_folders import is_trusted
 
 STOP_TIMEOUT_S = 40.0
 OBJECT_STORE_BYTES = 256 * 2**20
+
+
+def prepare_base_models(config: ClusterConfig) -> dict[str, Path]:
+    """Return the folder of each base model of a service, by its name."""
+    return {name: prepare_base_model(own) for name, own in config.served().items()}
 
 
 def prepare_base_model(config: ClusterConfig) -> Path:
@@ -210,8 +215,10 @@ def ray_command(
     )
 
 
-def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) -> ActorHandle[Any]:
-    """Create the controller actor.
+def create_controller(
+    config: ClusterConfig, base_folders: Mapping[str, Path], detached: bool
+) -> ActorHandle[Any]:
+    """Create the controller actor. `base_folders` is by the name of a base model.
 
     A detached controller outlives this process. If it dies, Ray restarts it, and it resumes from
     its journal.
@@ -224,7 +231,8 @@ def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) 
         max_concurrency=100_000,
         **options,
     )
-    return actor_class.remote(config, str(base_folder), detached)
+    folders = {name: str(folder) for name, folder in base_folders.items()}
+    return actor_class.remote(config, folders, detached)
 
 
 async def wait_until_started(controller: ActorHandle[Any]) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +44,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     config = with_absolute_paths(load(config_path, overrides))
     _check_port(config)
     SqlJournal(config.journal, KINDS).check()
-    base_folder = cluster.prepare_base_model(config)
+    base_folders = cluster.prepare_base_models(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)
     _refuse_second(config)  # must precede the clean-up below, which would stop the running service
@@ -57,7 +57,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
             "transfer": str(config.transfer.folder / config.name),
         }
         state_file(config.name).write_text(json.dumps(state))
-        asyncio.run(_start_controller(config, base_folder))
+        asyncio.run(_start_controller(config, base_folders))
         start_ingress(config)
         wait_until_healthy(config)
         undo.pop_all()
@@ -171,8 +171,8 @@ def refuse_other_edge(config: ClusterConfig) -> None:
             )
 
 
-async def _start_controller(config: ClusterConfig, base_folder: Path) -> None:
-    controller = cluster.create_controller(config, base_folder, detached=True)
+async def _start_controller(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
+    controller = cluster.create_controller(config, base_folders, detached=True)
     await cluster.wait_until_started(controller)
 
 
@@ -239,7 +239,7 @@ def usage(config: ClusterConfig, dashboard: str) -> list[str]:
     name = "" if config.name == "skyrl-actors" else f" --name {config.name}"
     page = [] if config.http.console is None else [f"console    {url(config)}/"]
     return [
-        f"\nserving {config.base_model.name} at [bold]{url(config)}[/bold]",
+        f"\nserving {', '.join(config.served())} at [bold]{url(config)}[/bold]",
         f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}",
         *page,
         f"OpenAI     {url(config)}/v1",
@@ -275,11 +275,11 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
     try:
         running = find_controller(config.name)
     except ValueError:
-        base_folder = cluster.prepare_base_model(config)
+        base_folders = cluster.prepare_base_models(config)
         with ExitStack() as undo:
             # the next deploy would otherwise find a controller that serves nothing
             undo.callback(lambda: typed_ray.kill(find_controller(config.name)))
-            asyncio.run(_start_controller(config, base_folder))
+            asyncio.run(_start_controller(config, base_folders))
             undo.pop_all()
     else:
         settings = typed_ray.get(running.settings.remote(), timeout=SETTINGS_S)
@@ -345,6 +345,8 @@ def status(name: str, as_json: bool) -> bool:
         f"at {content['url']}  sessions {content['sessions']}  "
         f"samplers {content['samplers']}  open requests {content['open_requests']}"
     )
+    bases: dict[str, dict[str, Any]] = content.get("base_models", {})
+    show_rows("base models", [{"name": name, **_plain(base)} for name, base in bases.items()])
     show_rows("models", content["models"])
     show_rows("groups", [_row_of(*item) for item in content.get("groups", {}).items()])
     show_rows("engines", content.get("engines", []))
@@ -352,6 +354,12 @@ def status(name: str, as_json: bool) -> bool:
         "queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()]
     )
     return fault is None
+
+
+def _plain(base: dict[str, Any]) -> dict[str, Any]:
+    """Return a base model's row, with the seconds of its last moves in one column."""
+    moves: dict[str, float] = base.get("move_seconds") or {}
+    return {**base, "move_seconds": ", ".join(f"{k} {v:g}" for k, v in moves.items())}
 
 
 def _row_of(role: str, group: dict[str, Any]) -> dict[str, Any]:

@@ -133,7 +133,9 @@ async def _run(
     journal = config.cluster.journal.model_copy(update={"folder": (path / JOURNAL).resolve()})
     own = {"checkpoint_dir": (path / CHECKPOINTS).resolve(), "journal": journal}
     controller = cluster.create_controller(
-        config.cluster.model_copy(update=own), base_folder, detached=False
+        config.cluster.model_copy(update=own),
+        {config.cluster.base_model.name: base_folder},
+        detached=False,
     )
     try:
         await cluster.wait_until_started(controller)

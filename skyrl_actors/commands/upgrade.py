@@ -7,7 +7,7 @@ It restarts the others, and restores their models from the journal.
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ray.exceptions import RayError
@@ -26,6 +26,7 @@ from skyrl_actors.remote import typed_ray
 STATE = (
     "name",
     "base_model.",
+    "base_models.",
     "journal.folder",
     "journal.url",
     "checkpoint_dir",
@@ -41,9 +42,9 @@ def run(config_path: Path, overrides: Sequence[str]) -> None:
     _check_same_state(config)
     with reading(config.journal):  # raises if a newer version wrote it
         pass
-    base_folder = cluster.prepare_base_model(config)
+    base_folders = cluster.prepare_base_models(config)
     note("ending the old controller; clients wait")
-    asyncio.run(_replaced(config, base_folder))
+    asyncio.run(_replaced(config, base_folders))
     serve.start_ingress(config)
     serve.wait_until_healthy(config)
     console.print(f"{config.name} runs this version at {serve.url(config)}")
@@ -68,7 +69,7 @@ def _check_same_state(config: ClusterConfig) -> None:
         )
 
 
-async def _replaced(config: ClusterConfig, base_folder: Path) -> None:
+async def _replaced(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
     await remote.end_named([actor_name(config.name)])
-    controller = cluster.create_controller(config, base_folder, detached=True)
+    controller = cluster.create_controller(config, base_folders, detached=True)
     await cluster.wait_until_started(controller)

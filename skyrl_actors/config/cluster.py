@@ -7,9 +7,9 @@ process starts.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from skyrl_actors.config.base_models import BaseModelConfig, TinyBase
 from skyrl_actors.config.engines import EngineConfig
@@ -18,6 +18,7 @@ from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
+from skyrl_actors.config.served_bases import ParkingConfig, check_labels, keys_of
 from skyrl_actors.config.strategies import (
     DeepSpeedStrategy,
     Fsdp2Strategy,
@@ -331,6 +332,14 @@ class ClusterConfig(FrozenConfig):
         description="name of the service in its Ray cluster",
     )
     base_model: BaseModelConfig = TinyBase()
+    base_models: dict[str, dict[str, Any]] = Field(
+        default_factory=dict[str, dict[str, Any]],
+        description="several base models, by a label: base_model, and what differs from the "
+        "sections of this config (policy, critic, engine, lora, router_replay, transfer, "
+        "logprob_check). They share the devices. The first is the default. Without it, the "
+        "service has base_model alone",
+    )
+    parking: ParkingConfig = ParkingConfig()
     placement: PlacementConfig = PlacementConfig()
     policy: GroupConfig = GroupConfig()
     critic: GroupConfig | None = GroupConfig()
@@ -372,6 +381,29 @@ class ClusterConfig(FrozenConfig):
         """
         return max(4 * self.lora.max_adapters, self.engine.max_loras)
 
+    def served(self) -> dict[str, "ClusterConfig"]:
+        """Return the config of each base model, by its name. Its actors have the label too."""
+        if not self.base_models:
+            return {self.base_model.name: self}
+        common = self.model_dump(exclude_unset=True)
+        found: dict[str, ClusterConfig] = {}
+        for label, entry in self.base_models.items():
+            try:
+                own = ClusterConfig.model_validate(keys_of(common, entry))
+            except ValidationError as error:
+                first = error.errors()[0]
+                key = ".".join((label, *(str(part) for part in first["loc"])))
+                text = first["msg"].removeprefix("Value error, ")
+                raise ValueError(f"base_models.{key}: {text}") from None
+            folder = own.transfer.folder / self.name
+            found[own.base_model.name] = own.model_copy(
+                update={
+                    "name": f"{self.name}:{label}",
+                    "transfer": own.transfer.model_copy(update={"folder": folder}),
+                }
+            )
+        return found
+
     def logprob_bound(self, quantized_base: bool = False) -> float:
         """Return the bound of the logprob check in nats, by the coarser of both dtypes."""
         if self.logprob_check.bound is not None:
@@ -380,6 +412,45 @@ class ClusterConfig(FrozenConfig):
         if quantized_base or "quantization" in self.engine.vllm:
             dtypes.append("quantized")
         return max(LOGPROB_BOUNDS[dtype] for dtype in dtypes)
+
+    @model_validator(mode="after")
+    def _base_models_can_be_served(self) -> "ClusterConfig":
+        if not self.base_models:
+            if self.parking != ParkingConfig():
+                raise ValueError("parking applies to several base models; leave it out")
+            return self
+        check_labels(self.base_models)
+        if self.base_model != TinyBase():
+            raise ValueError(
+                "base_model and base_models are both set; put base_model among base_models"
+            )
+        if self.placement.layout != "colocated":
+            raise ValueError(
+                f"placement.layout is {self.placement.layout}, and base_models share the devices; "
+                "use colocated, or one service for each base model"
+            )
+        served = self.served()
+        if len(served) < len(self.base_models):
+            raise ValueError("two base_models have the same base_model.name; each needs its own")
+        self._check_shared_slots(served)
+        return self
+
+    def _check_shared_slots(self, served: dict[str, "ClusterConfig"]) -> None:
+        """Raise ValueError unless these base models can take turns on the same devices."""
+        slots = {name: own.policy.num_ranks for name, own in served.items()}
+        if len(set(slots.values())) > 1:
+            counted = ", ".join(f"{name} has {count}" for name, count in slots.items())
+            raise ValueError(
+                f"base_models share all devices, so each needs the same policy.num_ranks: {counted}"
+            )
+        for name, own in served.items():
+            groups = [group for group in (own.policy, own.critic) if group is not None]
+            uses_jax = any(isinstance(group.strategy, JaxStrategy) for group in groups)
+            if self.placement.device == "gpu" and (uses_jax or own.engine.type == "jax"):
+                raise ValueError(
+                    f"base model {name}: JAX keeps its GPU memory, so it cannot be parked; use "
+                    "another strategy and engine.type vllm, or a service of its own"
+                )
 
     @model_validator(mode="after")
     def _full_fine_tunes_can_be_held(self) -> "ClusterConfig":

@@ -291,6 +291,10 @@ class JobConfig(FrozenConfig):
     @model_validator(mode="after")
     def _fits(self) -> "JobConfig":
         job, lora = self.job, self.cluster.lora
+        if self.cluster.base_models:
+            raise ValueError(
+                "cluster.base_models: a job trains one base model; set cluster.base_model"
+            )
         if self.cluster.checkpoint_mirror is not None:
             raise ValueError(
                 "a job keeps its checkpoints in its run's folder; set run.folder instead of "

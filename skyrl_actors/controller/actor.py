@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_actors import remote
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import housekeeping
@@ -36,14 +37,15 @@ class ControllerActor:
 
     Ray restarts this actor with the same arguments when its process dies. The first call then
     starts the controller, which opens its journal and attaches to the ranks and engines that run.
+    `base_folders` is by the name of a base model.
     """
 
-    def __init__(self, config: ClusterConfig, base_folder: str, detached: bool):
+    def __init__(self, config: ClusterConfig, base_folders: Mapping[str, str], detached: bool):
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("controller")
         self.progress: list[str] = []
-        self._arguments = (config, Path(base_folder), detached)
+        self._arguments = (config, {n: Path(f) for n, f in base_folders.items()}, detached)
         self.controller = self.build_controller(*self._arguments)
-        self._starting: asyncio.Task[Capabilities] | None = None
+        self._starting: asyncio.Task[ServedModels] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._rpc = RpcServer(self._part_for, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
 
@@ -56,16 +58,16 @@ class ControllerActor:
         log.info(text)
 
     def build_controller(
-        self, config: ClusterConfig, base_folder: Path, detached: bool
+        self, config: ClusterConfig, base_folders: Mapping[str, Path], detached: bool
     ) -> Controller:
         """Return a controller that has not started. A subclass can choose another backend."""
         return Controller(
             config,
-            build_backend(config, base_folder, self._report, detached),
+            build_backend(config, base_folders, self._report, detached),
             build_journal(config.journal, KINDS),
         )
 
-    async def start(self) -> Capabilities:
+    async def start(self) -> ServedModels:
         """Start the controller once. All concurrent callers share the start and its failure.
 
         The next call after a failure tries again.
@@ -74,7 +76,7 @@ class ControllerActor:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    async def _start(self) -> Capabilities:
+    async def _start(self) -> ServedModels:
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._start_over)
             able = await self.controller.start()
@@ -82,7 +84,11 @@ class ControllerActor:
         self._watching = asyncio.create_task(self._reopen_when_lost())
         await remote.publish(
             self._arguments[0].name,
-            {"url": self._url, "openai_url": f"{self._url}/v1", "base_model": able.base_model},
+            {
+                "url": self._url,
+                "openai_url": f"{self._url}/v1",
+                "base_model": able.default.base_model,
+            },
         )
         return able
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_actors.controller.calls import AnswerCalls
 from skyrl_actors.controller.ledger import Ledger
+from skyrl_actors.controller.operations import Op
 from skyrl_actors.controller.readiness import Readiness
 from skyrl_actors.controller.replies import Replies
 from skyrl_actors.controller.service_mode import PAUSED
@@ -110,8 +111,18 @@ class Answers:
             return Waiting("paused_capacity", no_room)
         if self._mode.is_paused:
             return Waiting("paused_capacity", PAUSED)
+        op = self._ledger.ops.get(request_id)
+        if op is not None and (elsewhere := self._backend.waiting(self._base_of(op))) is not None:
+            return Waiting("paused_capacity", elsewhere)
         state = self._readiness.pause()
         return Waiting() if state is None else Waiting.paused(state)
+
+    def _base_of(self, op: Op) -> str:
+        model = self._tenants.models.get(op.model_id or "")
+        sampler = self._tenants.samplers.get(op.stream)
+        if model is not None:
+            return model.spec.base_model
+        return op.base_model or (sampler.base_model if sampler else "")
 
 
 if TYPE_CHECKING:

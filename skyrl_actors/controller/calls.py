@@ -5,7 +5,7 @@ Every call is idempotent. The annotations are the closed set of types that RPC s
 
 from typing import Any, Protocol
 
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.messages.catalog import (
     CatalogVerb,
@@ -32,7 +32,7 @@ CatalogAnswer = list[RunEntry] | RunEntry | list[CheckpointEntry] | bool | None
 class ServiceCalls(Protocol):
     """What the started `Controller` serves."""
 
-    async def get_capabilities(self) -> Capabilities: ...
+    async def get_capabilities(self) -> ServedModels: ...
 
     async def create_session(self, session_id: str, labels: SessionLabels) -> str: ...
 

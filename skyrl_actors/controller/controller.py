@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from skyrl_actors import clock
-from skyrl_actors.backends.backend import Backend, Capabilities
+from skyrl_actors.backends.backend import Backend, ServedModels
+from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
 from skyrl_actors.controller.administration import Administration
@@ -55,7 +56,6 @@ from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote, SessionVerb
-from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, owner_of
 from skyrl_actors.transport.protocols import methods_of
@@ -115,18 +115,20 @@ class Controller:
         self._replayer = Replayer(config, backend, journal, self.tenants, folders, self._disk)
         self._examiner = Examiner()
         self._tasks = Tasks()
+        configs = BaseConfigs(config)
         self._capacity = ModelCapacity(
-            config, self.tenants, self.finish_session, self._tasks.spawn, self.admin
+            config, configs, self.tenants, self.finish_session, self._tasks.spawn, self.admin
         )
         self._context = VerbContext(
             config=config,
+            configs=configs,
             backend=backend,
             tenants=self.tenants,
             folders=folders,
             disk=self._disk,
             capacity=self._capacity,
             past=self._replayer,
-            routes=RouterReplay(config, self.tenants, journal, self._tasks),
+            routes=RouterReplay(config, configs, self.tenants, journal, self._tasks),
             admin=self.admin,
         )
         self._build_parts()
@@ -156,7 +158,7 @@ class Controller:
         )
         self._parts = {method: part for calls, part in parts for method in methods_of(calls)}
 
-    async def start(self) -> Capabilities:
+    async def start(self) -> ServedModels:
         """Open the journal, attach to ranks and engines that run, and resume open requests."""
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         journal_state = await self.journal.open(holder)
@@ -164,13 +166,13 @@ class Controller:
         await self.admin.begin(journal_state)
         await self._disk.write("whole checkpoints", self.folders.align)
         able = await self.backend.start(journal_state.epoch)
-        self._meter.base_model = able.base_model
+        self._meter.base_model = able.default.base_model
         self.completions.begin(journal_state.epoch)
         unanswered = await startup.load_tables(
             journal_state, self._ledger, self.tenants, self._replayer
         )
         self._context.routes.begin(journal_state.next_number)
-        startup.check_base(self.tenants, able.base_model)
+        startup.check_base(self.tenants, able.names)
         # Only once the tables are complete: before, a model would be restored to an older position.
         self.backend.on_lost = self._bring_back_role
         self.readiness.capabilities = able
@@ -190,9 +192,10 @@ class Controller:
         )
         return able
 
-    def _bring_back_role(self, role: str) -> None:
+    def _bring_back_role(self, base_model: str, role: str) -> None:
         for model in self.tenants.models.values():
-            if model.spec.role == role and model.ready and not self._closing:
+            is_of_it = model.spec.role == role and model.spec.base_model in (base_model, "")
+            if is_of_it and model.ready and not self._closing:
                 self._tasks.spawn(self._lanes.bring_back(model, None))
 
     def part_for(self, method: str) -> object:
@@ -277,22 +280,14 @@ class Controller:
 
         Raises UserError for an unknown base model or path.
         """
-        able = self.readiness.able
-        if base_model is None and path is None:
-            raise InvalidRequest(
-                "the request has neither base_model nor model_path; send one of them"
-            )
-        if base_model is not None and base_model != able.base_model:
-            raise InvalidRequest(
-                f"unknown base model {base_model!r}; this service has {able.base_model!r}"
-            )
-        return await self._named_samplers.open(sampler_id, session_id, able.base_model, path)
+        base = await self._named_samplers.base_of(base_model, path, self.readiness.able)
+        return await self._named_samplers.open(sampler_id, session_id, base, path)
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
         """Return the model that a checkpoint or a past step belongs to."""
         return await self._submission.checkpoint_spec(path)
 
-    async def get_capabilities(self) -> Capabilities:
+    async def get_capabilities(self) -> ServedModels:
         return self.readiness.able
 
     async def get_sampler(self, sampler_id: str) -> Sampler:

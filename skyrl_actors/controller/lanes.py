@@ -96,6 +96,8 @@ class Lanes:
 
     async def _run(self, op: Op, model_id: str) -> None:
         named(op.request_id, model_id)
+        if (own := self.tenants.models.get(model_id)) is not None:
+            op.base_model = own.spec.base_model
         progress = self.replayer.progress.setdefault(model_id, Progress(position=op.number))
         # Before the lock: a sample that holds memory may wait for the lock to replay lost weights.
         await self.ledger.memory.start(op)
@@ -189,7 +191,7 @@ class Lanes:
         model = self.tenants.models.get(op.model_id or "")
         needs = verb_of_model(request).needs
         if needs == "ranks" and model is not None:
-            await self.replayer.backend.ready(model.spec.role)
+            await self.replayer.backend.ready(model.spec)
         elif needs == "state" and model is not None and model.ready:
             resident = (await self.replayer.backend.residents()).get(model.spec.model_id)
             # They differ when an operation was applied and failed afterwards.

@@ -13,7 +13,7 @@ from skyrl_actors.messages.usage import HOUR_S, Usage
 
 
 class Metering:
-    """Admits requests by the quotas of their keys. `base_model` is that of new usage."""
+    """Admits requests by the quotas of their keys. `base_model`: the default one."""
 
     def __init__(self, admin: Administration, space: FreeSpace, wall: Callable[[], float]):
         self._admin = admin
@@ -64,7 +64,7 @@ class Metering:
             hour=now - now % HOUR_S,
             owner=owner_of(op.request_id) or owner_of(op.session_id or ""),
             session_id=op.session_id or "",
-            base_model=self.base_model,
+            base_model=op.base_model or self.base_model,
             requests=1,
             failed=int(is_failed),
             **counted,

@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import ServedModels
+from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.admission import check_count
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest, SkyrlActorsError
-from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.model import ModelKind, ModelSpec
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import CreateModel
 
@@ -76,6 +77,7 @@ class ModelCapacity:
     def __init__(
         self,
         config: ClusterConfig,
+        configs: BaseConfigs,
         tenants: TenantTable,
         end_session: Callable[[str], Awaitable[None]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
@@ -83,12 +85,13 @@ class ModelCapacity:
     ):
         self.session_silent_s = SESSION_SILENT_S
         self._config = config
+        self._configs = configs
         self._tenants = tenants
         self._end_session = end_session
         self._spawn = spawn
         self._admin = admin
         admin.mode.watch(lambda is_paused: None if is_paused else self._grant())
-        self._able: Capabilities | None = None
+        self._bases: ServedModels | None = None
         self._held: dict[str, Held] = {}
         self._waiting: dict[str, WaitingCreate] = {}
         # Sessions whose models are being freed, and the loop time when that began.
@@ -97,9 +100,9 @@ class ModelCapacity:
         self._turns = 0
         self._watching: asyncio.Task[None] | None = None
 
-    def begin(self, able: Capabilities, residents: Collection[str]) -> None:
+    def begin(self, bases: ServedModels, residents: Collection[str]) -> None:
         """Count the capacity of models that are ready or resident in the ranks after a start."""
-        self._able = able
+        self._bases = bases
         for model_id, model in self._tenants.models.items():
             if model.ready or model_id in residents:
                 self._held[model_id] = Held(model.spec, model.session_id)
@@ -190,19 +193,24 @@ class ModelCapacity:
 
     def status(self) -> dict[str, Any]:
         """Return the number of waiting creates, and the bytes of LoRA models by role."""
-        able = self._able
-        if able is None:
+        bases = self._bases
+        if bases is None:
             return {}
-        used = {role: self._needed_by((role, True)) for role in able.roles}
+        used: dict[str, int] = {}
+        for able in bases.bases:
+            of_base = f"{able.base_model} " if len(bases.names) > 1 else ""
+            for role in able.roles:
+                kind = ModelKind(role, True, able.base_model)
+                used[f"{of_base}{role}"] = self._needed_by(kind)
         return {
             "waiting_creates": len(self._waiting),
             "adapter_bytes": used,
-            "adapter_bytes_limit": able.adapters.limit_bytes,
+            "adapter_bytes_limit": bases.default.adapters.limit_bytes,
         }
 
     def _grant(self) -> None:
         """Grant capacity to creates that fit; end silent sessions for those that do not."""
-        if self._able is None or self._admin.mode.is_paused:
+        if self._bases is None or self._admin.mode.is_paused:
             return
         for kind in {wanted.spec.kind for wanted in self._waiting.values()}:
             while (wanted := self._next(kind)) is not None:
@@ -217,7 +225,7 @@ class ModelCapacity:
                     wanted.granted.set_result(None)
             self._free_for(kind)
 
-    def _next(self, kind: tuple[Any, bool]) -> WaitingCreate | None:
+    def _next(self, kind: ModelKind) -> WaitingCreate | None:
         free, now = self._limit(kind) - self._needed_by(kind), asyncio.get_running_loop().time()
         for wanted in in_turn(self._present(kind), self._served):
             if self._need(wanted.spec) <= free:
@@ -226,13 +234,13 @@ class ModelCapacity:
                 return None  # keep free capacity for this create
         return None
 
-    def _present(self, kind: tuple[Any, bool]) -> list[WaitingCreate]:
+    def _present(self, kind: ModelKind) -> list[WaitingCreate]:
         """Return waiting creates of active sessions, or those of silent ones if there are none."""
         silent = set(self._silent())
         mine = [wanted for wanted in self._waiting.values() if wanted.spec.kind == kind]
         return [wanted for wanted in mine if wanted.session_id not in silent] or mine
 
-    def _free_for(self, kind: tuple[Any, bool]) -> None:
+    def _free_for(self, kind: ModelKind) -> None:
         """End silent sessions until their capacity suffices for all waiting creates."""
         wanted = sum(self._need(w.spec) for w in self._present(kind))
         if not wanted:
@@ -291,15 +299,18 @@ class ModelCapacity:
             self._grant()
 
     def _need(self, spec: ModelSpec) -> int:
-        assert self._able is not None
-        return self._able.adapters.bytes_of(spec.lora.rank) if spec.lora else 1
+        assert self._bases is not None
+        adapters = self._bases.of(spec.base_model).adapters
+        return adapters.bytes_of(spec.lora.rank) if spec.lora else 1
 
-    def _needed_by(self, kind: tuple[Any, bool]) -> int:
+    def _needed_by(self, kind: ModelKind) -> int:
         return sum(self._need(held.spec) for held in self._held.values() if held.spec.kind == kind)
 
-    def _limit(self, kind: tuple[Any, bool]) -> int:
-        assert self._able is not None
-        return self._able.adapters.limit_bytes if kind[1] else self._config.lora.max_full_models
+    def _limit(self, kind: ModelKind) -> int:
+        assert self._bases is not None
+        able = self._bases.of(kind.base_model)
+        full = self._configs.of(able.base_model).lora.max_full_models
+        return able.adapters.limit_bytes if kind.is_lora else full
 
     def _used(self, spec: ModelSpec) -> str:
         used, limit = self._needed_by(spec.kind), self._limit(spec.kind)

@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 
+from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs.verb import VerbContext
@@ -52,6 +53,17 @@ class NamedSamplers:
         self._tenants.sampler(sampler_id)
         self._last_joined = max(self._last_joined + 1, int(now) - FIRST_JOIN_S)
         return self._last_joined
+
+    async def base_of(self, base_model: str | None, path: str | None, bases: ServedModels) -> str:
+        """Return the base model of a sampler. Raises UserError."""
+        if base_model is None and path is None:
+            raise InvalidRequest(
+                "the request has neither base_model nor model_path; send one of them"
+            )
+        if base_model is not None or len(bases.names) == 1:
+            return bases.of(base_model or "").base_model
+        spec = await self._context.disk.read(self._context.folders.spec, parse_path(path or ""))
+        return bases.of(spec.base_model).base_model
 
     async def open(
         self, sampler_id: str | None, session_id: str | None, base_model: str, path: str | None
@@ -117,7 +129,7 @@ class NamedSamplers:
         self, sampler_id: str, session_id: str | None, base_model: str, path: str | None
     ) -> Sampler:
         """Return a sampler of the base model or of a saved checkpoint."""
-        weights = SamplerWeights(version="base")
+        weights = SamplerWeights(version="base", base_model=base_model)
         if path is not None:
             where = parse_path(path)
             if where.kind != "sampler_weights":
@@ -134,10 +146,10 @@ class NamedSamplers:
                 )
             if spec.base_model != base_model:
                 raise InvalidRequest(
-                    f"{path} belongs to base model {spec.base_model!r}; "
-                    f"this service has {base_model!r}"
+                    f"{path} belongs to base model {spec.base_model!r}, not {base_model!r}; "
+                    "leave base_model out"
                 )
-            weights = await self._context.backend.open_sampler(str(folder), version)
+            weights = await self._context.backend.open_sampler(base_model, str(folder), version)
         return Sampler(
             sampler_id=sampler_id,
             base_model=base_model,

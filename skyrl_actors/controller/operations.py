@@ -39,6 +39,7 @@ class Op:
     begun: float | None = None  # when it started, on the same clock
     num_bytes: int = 0  # size of the payload
     cancelled: str | None = None  # why it fails instead of running
+    base_model: str = ""  # set when it runs
     streamed: int = 0  # tokens of a sample that its client has read before the answer
     # Sequences and maximum tokens of a sample. After a restart the request is not read, so (1, 1).
     cost: tuple[int, int] = (1, 1)

@@ -1,6 +1,6 @@
 """Whether the service answers requests now, and if not, why."""
 
-from skyrl_actors.backends.backend import Backend, Capabilities
+from skyrl_actors.backends.backend import Backend, ServedModels
 from skyrl_actors.controller.free_space import FreeSpace
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import Unavailable
@@ -12,14 +12,14 @@ class Readiness:
     """The state of one controller. `capabilities` is None until it has started."""
 
     def __init__(self, backend: Backend, journal: Journal, space: FreeSpace):
-        self.capabilities: Capabilities | None = None
+        self.capabilities: ServedModels | None = None
         self._backend = backend
         self._journal = journal
         self._space = space
         COUNTS.watch("serving", lambda: float(self.fault() is None))
 
     @property
-    def able(self) -> Capabilities:
+    def able(self) -> ServedModels:
         if self.capabilities is None:
             raise Unavailable("the service is still starting; try again")
         return self.capabilities

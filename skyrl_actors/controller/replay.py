@@ -73,7 +73,7 @@ class Replayer:
         spec, progress = model.spec, self.progress[model.spec.model_id]
         attempts = 0
         while True:
-            await self.backend.ready(spec.role)
+            await self.backend.ready(spec)
             try:
                 lost = [
                     s

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.operations import Op, Outcome
@@ -26,17 +26,17 @@ class Resumption:
         self._samples = samples
         self._tasks = tasks
 
-    async def run(self, unanswered: list[Op], able: Capabilities) -> None:
+    async def run(self, unanswered: list[Op], bases: ServedModels) -> None:
         """Free unloaded models, restore live ones, then run unanswered operations."""
         tenants = self._context.tenants
         residents = await self._context.backend.residents()
         for model_id in residents.keys() - tenants.models.keys():
-            for role in able.roles:
-                with suppress(InternalError):  # restarted ranks do not hold it
-                    await self._context.backend.delete_model(
-                        ModelSpec(model_id=model_id, base_model=able.base_model, role=role)
-                    )
-        self._context.capacity.begin(able, residents)
+            for able in bases.bases:
+                for role in able.roles:
+                    spec = ModelSpec(model_id=model_id, base_model=able.base_model, role=role)
+                    with suppress(InternalError):  # restarted ranks do not hold it
+                        await self._context.backend.delete_model(spec)
+        self._context.capacity.begin(bases, residents)
         for sampler in list(tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in tenants.sessions:
                 await self._samples.retire(sampler)

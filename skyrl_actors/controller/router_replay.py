@@ -9,6 +9,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
+from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.sampled_routes import SampledRoutes
 from skyrl_actors.controller.tasks import Tasks
@@ -27,8 +28,15 @@ log = logging.getLogger(__name__)
 class RouterReplay:
     """The routes of sampled tokens, from engines to trainers."""
 
-    def __init__(self, config: ClusterConfig, tenants: TenantTable, journal: Journal, tasks: Tasks):
-        self._enabled = config.router_replay
+    def __init__(
+        self,
+        config: ClusterConfig,
+        configs: BaseConfigs,
+        tenants: TenantTable,
+        journal: Journal,
+        tasks: Tasks,
+    ):
+        self._configs = configs
         self._tenants = tenants
         self._journal = journal
         self._routes = SampledRoutes(config.limits.route_bytes)
@@ -36,6 +44,9 @@ class RouterReplay:
         self._recalling: dict[str, asyncio.Task[None]] = {}
         self._read_before: set[str] = set()  # ids of samples, if a reading failed midway
         self._tasks = tasks
+
+    def _replays(self, base_model: str) -> bool:
+        return self._configs.of(base_model).router_replay
 
     def begin(self, next_number: int) -> None:
         """Set the first number of this controller; earlier samples are read when needed."""
@@ -46,7 +57,7 @@ class RouterReplay:
         if not isinstance(result, SampleOutput):
             return result
         model_id = model_of(sampler)
-        if not self._enabled or model_id not in self._tenants.models:
+        if not self._replays(sampler.base_model) or model_id not in self._tenants.models:
             return without_routes(result)
         self._routes.keep(self._tenants.models)
         dropped = self._routes.dropped
@@ -59,7 +70,7 @@ class RouterReplay:
 
     async def with_routes(self, request: rq.ModelRequest, model: Model) -> rq.ModelRequest:
         """Add the routes of a policy's batch. Raises Unavailable if samples cannot be read."""
-        replays = self._enabled and model.spec.role == "policy"
+        replays = self._replays(model.spec.base_model) and model.spec.role == "policy"
         if not replays or not isinstance(request, rq.ForwardBackward):
             return request
         await self._recall(request.model_id)

@@ -52,8 +52,12 @@ class Samples:
         self.replayer = replayer
         self.completions = ledger.completions
         self.tasks = tasks
-        self._slots = FairSlots(self.config.limits.samples_in_flight)
-        context.admin.mode.watch(self._slots.pause)
+        # Those of one base model do not wait for those of another, which may be parked.
+        self._slots = {
+            name: FairSlots(self.config.limits.samples_in_flight) for name in context.configs
+        }
+        for slots in self._slots.values():
+            context.admin.mode.watch(slots.pause)
         self._sampling: dict[str, asyncio.Task[None]] = {}
         # By version: retired samplers that still have unanswered samples.
         self._leaving: Counter[str] = Counter()
@@ -62,6 +66,7 @@ class Samples:
     def start(self, op: Op, sampler: Sampler) -> None:
         """Start a sample. It counts as a user of its sampler until it is answered."""
         sampler.users += 1
+        op.base_model = sampler.base_model
         self._sampling[op.request_id] = self.tasks.spawn(self._run(op, sampler))
 
     def cancel(self, request_id: str, why: str) -> bool:
@@ -94,7 +99,8 @@ class Samples:
         try:
             tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
             weight = self.context.admin.quotas.weight(owner_of(op.request_id))
-            async with self._slots.hold(tenant, *op.cost, weight) as place:
+            slots = self._slots.get(sampler.base_model) or next(iter(self._slots.values()))
+            async with slots.hold(tenant, *op.cost, weight) as place:
                 request = await self.ledger.request_of(op)
                 assert isinstance(request, rq.Sample)
                 op.begun = time.monotonic()

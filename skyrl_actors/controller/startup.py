@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from skyrl_actors.controller.completions import EPOCH_BITS
 from skyrl_actors.controller.ledger import Ledger
@@ -67,17 +68,17 @@ async def load_tables(
     return unanswered
 
 
-def check_base(tenants: TenantTable, base_model: str) -> None:
+def check_base(tenants: TenantTable, base_models: Collection[str]) -> None:
     """Raise ConfigError if the journal has models of another base model.
 
     Their weights would be restored onto this one, which nothing would notice if the shapes agree.
     """
-    others = sorted({model.spec.base_model for model in tenants.models.values()} - {base_model, ""})
+    others = sorted({m.spec.base_model for m in tenants.models.values()} - {*base_models, ""})
     if others:
         raise ConfigError(
             f"the journal has models of base model {', '.join(others)}, and this service has "
-            f"{base_model}; serve that base model to continue them, or set journal.folder (or "
-            "journal.url) to a journal of its own"
+            f"{', '.join(base_models)}; serve that base model to continue them, or set "
+            "journal.folder (or journal.url) to a journal of its own"
         )
 
 

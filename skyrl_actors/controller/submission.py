@@ -5,7 +5,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import replace
 
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.controller import admission
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.lanes import Lanes
@@ -37,7 +37,6 @@ class Submission:
         replayer: Replayer,
     ):
         self._context = context
-        self._config = context.config
         self._tenants = context.tenants
         self._ledger = ledger
         self._lanes = lanes
@@ -45,7 +44,7 @@ class Submission:
         self._examiner = examiner
         self._replayer = replayer
 
-    async def submit(self, request: rq.Request, request_id: str | None, able: Capabilities) -> str:
+    async def submit(self, request: rq.Request, request_id: str | None, bases: ServedModels) -> str:
         """Accept a request durably and return its id.
 
         The same `request_id` again is the same request. Raises UserError or Unavailable; then
@@ -55,18 +54,21 @@ class Submission:
         if request_id is not None and self._ledger.knows(request_id):
             return await self._ledger.accepted_before(request_id)
         if isinstance(request, rq.Sample):
-            return await self._sample(request, request_id, able)
+            return await self._sample(request, request_id, bases)
         if isinstance(request, rq.CreateModel):
-            return await self._create(request, request_id, able)
-        return await self._of_model(request, request_id, able)
+            return await self._create(request, request_id, bases)
+        return await self._of_model(request, request_id, bases)
 
     async def _of_model(
-        self, request: rq.ModelRequest, request_id: str | None, able: Capabilities
+        self, request: rq.ModelRequest, request_id: str | None, bases: ServedModels
     ) -> str:
         model = self._tenants.model(request.model_id)
         self._tenants.session(model.session_id)
         self._tenants.mark_active(model.session_id, self._now())
-        request, digest = await self._examiner.examined(request, model.spec, self._config, able)
+        base = model.spec.base_model
+        request, digest = await self._examiner.examined(
+            request, model.spec, self._context.configs.of(base), bases.of(base)
+        )
         request = await self._context.routes.with_routes(request, model)  # not in the digest
         model_id, seq_id = request.model_id, getattr(request, "seq_id", None)
         if (known := await self._ledger.known(model_id, seq_id, digest, request_id)) is not None:
@@ -86,11 +88,15 @@ class Submission:
         return op.request_id
 
     async def _create(
-        self, request: rq.CreateModel, request_id: str | None, able: Capabilities
+        self, request: rq.CreateModel, request_id: str | None, bases: ServedModels
     ) -> str:
         """Accept a create. The client chooses the model id, so the same id again is a retry."""
         self._tenants.session(request.session_id)
-        request, digest = await self._examiner.examined(request, None, self._config, able)
+        # A checkpoint's own base model is known only after the checkpoint was read.
+        base = "" if request.from_path else request.spec.base_model
+        request, digest = await self._examiner.examined(
+            request, None, self._context.configs.of(base), bases.of(base)
+        )
         model_id = request.model_id
         if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
             return known
@@ -101,7 +107,9 @@ class Submission:
             if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
                 return known
             self._tenants.session(request.session_id)
-        check_spec(request.spec, self._config, able)
+        # A checkpoint's own base model is known only after the checkpoint was read.
+        base = "" if request.from_path else request.spec.base_model
+        check_spec(request.spec, self._context.configs.of(base), bases.of(base))
         self._context.capacity.check_key(model_id)
         self._tenants.models[model_id] = Model(
             spec=request.spec, session_id=request.session_id, user_metadata=request.user_metadata
@@ -136,8 +144,12 @@ class Submission:
             return await self._replayer.spec_of_step(path)
         return await self._context.disk.read(self._context.folders.spec, path)
 
-    async def _sample(self, request: rq.Sample, request_id: str | None, able: Capabilities) -> str:
-        request, digest = await self._examiner.examined(request, None, self._config, able)
+    async def _sample(self, request: rq.Sample, request_id: str | None, bases: ServedModels) -> str:
+        known_sampler = self._tenants.samplers.get(request.sampler_id)
+        base = known_sampler.base_model if known_sampler else ""
+        request, digest = await self._examiner.examined(
+            request, None, self._context.configs.of(base), bases.of(base)
+        )
         sampler_id, seq_id = request.sampler_id, request.seq_id
         if (known := await self._ledger.known(sampler_id, seq_id, digest, request_id)) is not None:
             return known

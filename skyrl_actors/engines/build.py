@@ -8,7 +8,7 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup
 
 from placement.types import Plan, Slot
-from skyrl_actors.config.cluster import COLOCATED_SHARE, ClusterConfig
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.engine_site import ActorSite, EngineSite, RankSite
 from skyrl_actors.engines.external_engine import ExternalEngine
 from skyrl_actors.engines.interface import EngineSpec
@@ -42,7 +42,8 @@ def build_pool(
     `planned_bytes`: of an engine on one device.
     """
     engine = config.engine
-    share = COLOCATED_SHARE if config.placement.shares("engine") else 1.0
+    own = (hold for slot in plan.slots_of("engine")[:1] for hold in slot.holds)
+    share = next((amount for kind, _, amount in own if kind == "engine"), 1.0)
     content = json.loads((base_folder / "config.json").read_text())
     bound = config.logprob_bound(quantization_in(content, base_folder.name) is not None)
     form = form_in(base_folder)

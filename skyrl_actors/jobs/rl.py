@@ -77,7 +77,7 @@ class RlJob:
 
     async def run(self) -> RunOutcome:
         """Create the models, train for all iterations, and save the final weights."""
-        context = (await self.client.calls.get_capabilities()).max_sample_tokens
+        context = (await self.client.calls.get_capabilities()).default.max_sample_tokens
         config = self.config
         schedule = config.schedule
         slices = schedule.slice_tokens if isinstance(schedule, Asynchronous) else None

@@ -195,7 +195,7 @@ async def opened(client: ControllerClient, job: str) -> AsyncGenerator[ServiceSe
     assert owner is not None
     beating = asyncio.create_task(_beat(client, session_id, lost, owner))
     try:
-        yield ServiceSession(client, session_id, capabilities.base_model)
+        yield ServiceSession(client, session_id, capabilities.default.base_model)
     except asyncio.CancelledError:
         if not lost:
             raise

@@ -1,7 +1,7 @@
 """The specification of a model: its id, role, base model and kind (LoRA or full fine-tune)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Role = Literal["policy", "critic"]
 OptimizerName = Literal["adamw", "adamw8bit", "muon"]
@@ -33,6 +33,14 @@ class LoraSpec:
     expert_layout: ExpertLayout = "shared_outer"
 
 
+class ModelKind(NamedTuple):
+    """What models have in common that share slots."""
+
+    role: Role
+    is_lora: bool
+    base_model: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model to build. `lora` None means a full fine-tune: all base weights are trained."""
@@ -46,9 +54,9 @@ class ModelSpec:
     train_tower: bool = False  # of a full fine-tune: the vision tower's weights as well
 
     @property
-    def kind(self) -> tuple[Role, bool]:
-        """The role and whether it is a LoRA adapter. Models of one kind share slots."""
-        return self.role, self.lora is not None
+    def kind(self) -> ModelKind:
+        """The kind of this model. Models of one kind share slots."""
+        return ModelKind(self.role, self.lora is not None, self.base_model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

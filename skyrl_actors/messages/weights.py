@@ -82,7 +82,8 @@ class SamplerWeights:
 
     They are the base (no parts), an adapter, or full weights in one or more files. `scored` has
     logprobs (nats) of the last tokens of `scored_prompt`, which the trainer computed in dtype
-    `scored_in`. Engines are compared with them. It is empty when that check is off.
+    `scored_in`. Engines are compared with them. It is empty when that check is off. `base_model`
+    is empty in journals of earlier versions: it is the default then.
     """
 
     version: str
@@ -90,6 +91,7 @@ class SamplerWeights:
     scored: tuple[float, ...] = ()
     scored_in: str = ""
     scored_prompt: tuple[int, ...] = ()
+    base_model: str = ""
 
     @property
     def adapter(self) -> WeightManifest | None:

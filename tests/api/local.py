@@ -42,7 +42,7 @@ from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.transport.encoding import CallEncoding
 from skyrl_actors.transport.frames import HEAD, Frame
 from skyrl_actors.transport.protocols import Deferred
-from tests.fakes import FakeBackend
+from tests.fakes import FakeBackend, changed
 
 MODEL = "Qwen/Qwen3-8B"
 
@@ -59,7 +59,7 @@ class AnsweringBackend(FakeBackend):
         self.sampled: list[str] = []
 
     async def start(self, epoch: int) -> Any:
-        return replace(
+        return changed(
             await super().start(epoch),
             base_model=MODEL,
             base_folder=self.base_folder,

@@ -14,7 +14,7 @@ from skyrl_actors.api import cpu_bound, openai_wire, schema, wire
 from skyrl_actors.api.app import room_for
 from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sample, limit_of
 from skyrl_actors.api.parts import check_json_size, check_proto_size
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import Capabilities, ServedModels
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.columns import MAX_DATUMS
 from skyrl_actors.messages.errors import InvalidRequest, Unavailable
@@ -43,7 +43,7 @@ def test_the_body_limit_of_a_route_depends_on_the_model(path: str, most: int):
         max_sample_tokens=1000,
         roles=("policy",),
     )
-    assert limit_of(path, LIMITS, able) == most
+    assert limit_of(path, LIMITS, ServedModels((able,))) == most
 
 
 async def test_a_body_above_the_limit_of_its_route_is_refused(tmp_path: Path):

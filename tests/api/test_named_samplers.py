@@ -29,7 +29,7 @@ class Serving(AnsweringBackend):
     def dropped(self) -> list[str]:
         return [version for verb, version in self.calls if verb == "drop_sampler"]
 
-    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+    async def open_sampler(self, base_model: str, folder: str, version: str) -> SamplerWeights:
         return SamplerWeights(
             version=version,
             parts=(WeightManifest(version=version, kind="lora", path=folder, num_bytes=1),),

@@ -34,6 +34,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
 from tests.api.local import AnsweringBackend, config_for, edge, model_in, resolved
+from tests.fakes import changed
 
 FORM = ImageForm(token=150, patch=4, merge=2, least=64, most=4096)
 LIMITS = LimitsConfig()
@@ -295,7 +296,7 @@ class Seeing(AnsweringBackend):
         self.prompts: list[tuple[tuple[int, ...], tuple[Picture, ...]]] = []
 
     async def start(self, epoch: int) -> Any:
-        return replace(await super().start(epoch), images=FORM)
+        return changed(await super().start(epoch), images=FORM)
 
     async def forward_backward(
         self,

@@ -24,6 +24,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from tests.api.local import MODEL, AnsweringBackend
+from tests.fakes import changed
 
 VOCAB = 320
 FORM = ImageForm(token=250, patch=14, merge=2, least=64, most=1 << 20)
@@ -108,7 +109,7 @@ class BigramBackend(AnsweringBackend):
         return fault in self.faults
 
     async def start(self, epoch: int) -> Any:
-        return replace(await super().start(epoch), images=FORM)
+        return changed(await super().start(epoch), images=FORM)
 
     def _notice_kill(self) -> None:
         if self._killed.exists():
@@ -315,7 +316,7 @@ class BigramBackend(AnsweringBackend):
         manifest = WeightManifest(version=version, kind="lora", path=f"/x/{version}", num_bytes=1)
         return SamplerWeights(version=version, parts=(manifest,))
 
-    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+    async def open_sampler(self, base_model: str, folder: str, version: str) -> SamplerWeights:
         content = json.loads((Path(folder) / SPEC_FILE).read_text())
         with np.load(Path(folder) / "weights.npz") as found:
             weights = {name: found[name].copy() for name in ("a", "b")}

@@ -46,7 +46,7 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
         checkpoint_dir=tmp_path / "checkpoints",
         journal=JournalConfig(folder=tmp_path / "journal"),
     )
-    made = actor.ControllerActor(config, str(tmp_path), False)
+    made = actor.ControllerActor(config, {"tiny": str(tmp_path)}, False)
     client = RpcClient(lambda: made._rpc.address("127.0.0.1"), ControllerCalls)
     assert await client.call(ControllerCalls.fault) == "the service is still starting"
     await client.call(ControllerCalls.create_session, "s1", SessionLabels())

@@ -1,7 +1,6 @@
 """The controller with a fake backend: order, idempotency, failures, sessions, long polls."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from skyrl_actors.api import translate, wire
-from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig
 from skyrl_actors.controller import samples
@@ -27,7 +26,7 @@ from skyrl_actors.messages.errors import (
     NotFound,
 )
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
-from tests.fakes import FakeBackend
+from tests.fakes import FakeBackend, changed
 
 
 @pytest.fixture
@@ -463,7 +462,7 @@ async def test_a_new_model_is_deleted_when_its_checkpoint_does_not_load(controll
 async def test_a_model_is_created_without_an_output_layer_that_engines_cannot_sample(
     controller: Controller,
 ):
-    controller.readiness.capabilities = replace(controller.readiness.able, adapts_head=False)
+    controller.readiness.capabilities = changed(controller.readiness.able, adapts_head=False)
     session = await controller.create_session()
     body = {"session_id": session, "base_model": "tiny", "lora_config": {"rank": 4}}
     request = translate.create_model(
@@ -538,7 +537,7 @@ async def test_requests_whose_payloads_left_memory_run(
         [Example(np.full(2**17, 7, np.int32), {"target_tokens": np.full(2**17, 7, np.int32)})]
     )
     controller.config = controller.config.model_copy(update={"limits": LimitsConfig(tokens=2**20)})
-    controller.readiness.capabilities = replace(controller.readiness.able, max_context_tokens=2**20)
+    controller.readiness.capabilities = changed(controller.readiness.able, max_context_tokens=2**20)
     ids = [
         await controller.submit(
             rq.ForwardBackward(
@@ -617,8 +616,8 @@ async def test_a_journal_with_models_of_another_base_is_refused(
     await controller.close()
 
     class OtherBase(FakeBackend):
-        async def start(self, epoch: int) -> Capabilities:
-            return replace(await super().start(epoch), base_model="other")
+        async def start(self, epoch: int) -> ServedModels:
+            return changed(await super().start(epoch), base_model="other")
 
     def again(backend: FakeBackend) -> Controller:
         journal = SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS)

@@ -104,7 +104,7 @@ async def test_engines_left_halfway_by_an_earlier_controller_restart():
     await pool.start()
     bad.failing["sleep 1"] = 1
     async with phase_lock.hold(Phase.TRAIN):
-        await offloader.as_taken_over()
+        await offloader.as_taken_over(Phase.TRAIN)
         assert not good.on_device and bad.health == "DEAD"
         await asyncio.sleep(0.05)
         assert bad.health != "HEALTHY"  # it joins only in a phase with engines awake

@@ -73,7 +73,7 @@ async def compared_as_named_checkpoints(backend: RayBackend, tenant: Tenant, fol
     """Check that the trainer's scores are stored with named weights, for later controllers."""
     saved = str(folder / f"named-{tenant.spec.model_id}")
     await backend.save_checkpoint(tenant.spec, tenant.here, saved, "weights", "r")
-    weights = await backend.open_sampler(saved, f"named {tenant.spec.model_id}")
+    weights = await backend.open_sampler("", saved, f"named {tenant.spec.model_id}")
     assert (
         weights.scored == (await tenant.freeze(f"{tenant.spec.model_id}@named")).scored
         and len(set(weights.scored)) > 20

@@ -17,7 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.backend import AdapterMemory, BackendCopy, Capabilities, Mixture
+from skyrl_actors.backends.backend import (
+    AdapterMemory,
+    BackendCopy,
+    Capabilities,
+    Mixture,
+    ServedModels,
+)
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
 from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase
 from skyrl_actors.groups.batcher import Batcher, Call
@@ -248,7 +254,7 @@ class SimBackend:
         self.devices = Devices(machines)
         self.phase_lock = ColocatedPhaseLock(self.devices, Phase.TRAIN, 5.0)
         self.devices.rejoin = self._in_sample_phase
-        self.on_lost: Callable[[str], None] = lambda role: None
+        self.on_lost: Callable[[str, str], None] = lambda base_model, role: None
         self.lost: str | None = None
         self.dead = False
         self.epoch = 0
@@ -333,15 +339,15 @@ class SimBackend:
             ):
                 self.machines.exports.pop(path, None)
 
-    async def start(self, epoch: int) -> Capabilities:
+    async def start(self, epoch: int) -> ServedModels:
         self.epoch = epoch
-        self.machines.listener = lambda: self.dead or self.on_lost("policy")
-        await self.ready("policy")
+        self.machines.listener = lambda: self.dead or self.on_lost("tiny", "policy")
+        await self._up()
         try:
             await self.residents()
         except StateLost:
-            await self.ready("policy")
-        return Capabilities(
+            await self._up()
+        able = Capabilities(
             base_model="tiny",
             base_folder="/models/tiny",
             vocab_size=320,
@@ -350,8 +356,12 @@ class SimBackend:
             roles=("policy",),
             adapters=AdapterMemory(4 * self.machines.places, 1),
         )
+        return ServedModels((able,))
 
-    async def ready(self, role: str) -> None:
+    async def ready(self, spec: ModelSpec) -> None:
+        await self._up()
+
+    async def _up(self) -> None:
         while self.machines.rank is None:
             self.machines.changed.clear()
             await self.machines.changed.wait()
@@ -464,7 +474,7 @@ class SimBackend:
     async def has_sampler(self, weights: SamplerWeights) -> bool:
         return all(part.path in self.machines.exports for part in weights.parts)
 
-    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+    async def open_sampler(self, base_model: str, folder: str, version: str) -> SamplerWeights:
         return SamplerWeights(
             version=version,
             parts=(WeightManifest(version=version, kind="lora", path=folder, num_bytes=1),),
@@ -530,6 +540,9 @@ class SimBackend:
 
     def end_stream(self, request_id: str) -> None:
         pass
+
+    def waiting(self, base_model: str) -> str | None:
+        return None
 
     def fault(self) -> str | None:
         return self.phase_lock.fault() or (

@@ -49,7 +49,7 @@ class ForwardBackwardVerb(ModelVerb[ForwardBackward]):
         result = await context.backend.forward_backward(
             model.spec, precondition, request.columns, loss, request.forward_only
         )
-        if context.config.router_replay and model.spec.role == "policy":
+        if context.configs.of(model.spec.base_model).router_replay and model.spec.role == "policy":
             result.metrics["replayed_tokens:sum"] = float(request.columns.num_routed)
         return Outcome(result, "none" if request.forward_only else "applied")
 

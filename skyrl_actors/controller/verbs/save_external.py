@@ -32,7 +32,8 @@ class SaveExternalVerb(ModelVerb[SaveExternal]):
     async def execute(self, op: Op, request: SaveExternal, context: VerbContext) -> Outcome:
         model = context.ready_model(request.model_id)
         path = TinkerPath(request.model_id, "external_weights", checked_name(request.name))
-        is_merged = model.spec.lora is not None and context.config.lora.external == "merged"
+        lora = context.configs.of(model.spec.base_model).lora
+        is_merged = model.spec.lora is not None and lora.external == "merged"
         form: CheckpointForm = "merged" if is_merged else "weights"
         folder = await save(
             op,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from skyrl_actors.backends.backend import Backend, Capabilities
+from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.admission import check_count
@@ -43,9 +44,10 @@ class Past(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerbContext:
-    """The parts of the controller that verbs use."""
+    """The parts of the controller that verbs use. `configs` are those of the base models."""
 
     config: ClusterConfig
+    configs: BaseConfigs
     backend: Backend
     tenants: TenantTable
     folders: CheckpointFolders

@@ -1,0 +1,89 @@
+"""The slots, memory and stored facts that the base models of a service share."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from placement.reserve import cluster_nodes
+from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.catalogue import ParkableBackend
+from skyrl_actors.backends.memory_demands import memory_plan, shape_in
+from skyrl_actors.backends.parking_plan import parking_plan
+from skyrl_actors.backends.proved_bases import ProvedBases, capabilities_of
+from skyrl_actors.backends.ray_backend import RayBackend
+from skyrl_actors.backends.site import Site, shared_sites
+from skyrl_actors.backends.slots import SlotWatch
+from skyrl_actors.colocation.residency import Residency
+from skyrl_actors.config.cluster import ClusterConfig
+
+
+class RayShelf:
+    """The base models of one service on a Ray cluster. `folders` is by the name of a base model."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folders: Mapping[str, Path],
+        report: Callable[[str], None],
+        detached: bool,
+    ):
+        self._config = config
+        self._served = config.served()
+        self._folders = folders
+        self._report = report
+        self._detached = detached
+        self._proved = ProvedBases(config.journal.folder)
+        self._sites: dict[str, Site] = {}
+        self._slots: SlotWatch | None = None
+
+    @property
+    def lost(self) -> str | None:
+        return self._slots and self._slots.lost
+
+    async def reserve(self) -> Residency:
+        """Reserve the slots. Return all base models, on disk. Raises ConfigError."""
+        self._sites = await shared_sites(
+            self._config, self._served, self._folders, self._report, self._detached
+        )
+        self._slots = SlotWatch(next(iter(self._sites.values())).reserved)
+        parking, nodes = self._config.parking, cluster_nodes()
+        room = parking_plan(
+            parking,
+            {
+                name: memory_plan(own, shape_in(self._folders[name]), self._sites[name].plan, nodes)
+                for name, own in self._served.items()
+            },
+        )
+        self._report(f"base models: {room.text}")
+        return Residency(
+            room.sizes,
+            room.capacity,
+            min_residence_s=parking.min_residence_s,
+            idle_s=parking.idle_s,
+            max_loaded=room.max_loaded,
+        )
+
+    def build(self, name: str) -> ParkableBackend:
+        return RayBackend(
+            self._served[name],
+            self._folders[name],
+            lambda text: self._report(f"{name}: {text}"),
+            self._detached,
+            self._sites[name],
+        )
+
+    def known(self, name: str) -> Capabilities | None:
+        own, folder = self._served[name], self._folders[name]
+        facts = self._proved.facts(own, folder)
+        return facts and capabilities_of(own, folder, self._sites[name].plan, facts)
+
+    def learn(self, able: Capabilities) -> None:
+        name = able.base_model
+        self._proved.store(self._served[name], self._folders[name], able)
+
+    async def detach(self) -> None:
+        if self._slots is not None:
+            await self._slots.detach()
+
+    def release(self) -> None:
+        if self._slots is not None:
+            self._slots.release()
