@@ -61,7 +61,7 @@ class Shelf(Protocol):
         """Return what an earlier start has found out about a base model, or None."""
         ...
 
-    def learn(self, able: Capabilities) -> None:
+    async def learn(self, able: Capabilities) -> None:
         """Store what a loaded base model can do."""
         ...
 
@@ -95,6 +95,7 @@ class CatalogueBackend:
         self._epoch = 0
         self._able: dict[str, Capabilities] = {}
         self._loaded = _Loaded()
+        self._dropped: dict[str, list[SamplerWeights]] = {}
         self._began = asyncio.Event()  # a sample has begun
         self._lock: ResidenceLock | None = None
 
@@ -145,8 +146,10 @@ class CatalogueBackend:
         name = step.base
         if step.action == "load":
             await self._load(name)
+            await self._drop_later(name)
         elif step.action == "wake":
             await self._loaded.backends[name].resume()
+            await self._drop_later(name)
         elif step.action == "park":
             await self._loaded.backends[name].park()
         else:
@@ -164,7 +167,7 @@ class CatalogueBackend:
         self._loaded.backends[name] = backend
         if self._able.get(name) != able:
             self._able[name] = able
-            await asyncio.to_thread(self._shelf.learn, able)
+            await self._shelf.learn(able)
         for role in able.roles:
             self.on_lost(name, role)
 
@@ -283,10 +286,20 @@ class CatalogueBackend:
             return await backend.open_sampler(base_model, folder, version)
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
-        """Free a version. Its files ended with the processes of a base model that is on disk."""
+        """Free a version, at once or when its base model is on the devices again."""
         name = self._name(weights.base_model)
-        if backend := self._loaded.backends.get(name):
-            await backend.drop_sampler(weights)
+        if self._locked.residency.bases[name].place is Place.DEVICE:
+            await self._loaded.backends[name].drop_sampler(weights)
+        else:
+            self._dropped.setdefault(name, []).append(weights)
+
+    async def _drop_later(self, name: str) -> None:
+        """Free the versions that were dropped while their base model was parked."""
+        for weights in self._dropped.pop(name, ()):
+            try:
+                await self._loaded.backends[name].drop_sampler(weights)
+            except InternalError as error:
+                self._report(f"files of version {weights.version} were not freed: {error}")
 
     async def sample(
         self,

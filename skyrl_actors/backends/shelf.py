@@ -1,5 +1,6 @@
 """The slots, memory and stored facts that the base models of a service share."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -76,9 +77,9 @@ class RayShelf:
         facts = self._proved.facts(own, folder)
         return facts and capabilities_of(own, folder, self._sites[name].plan, facts)
 
-    def learn(self, able: Capabilities) -> None:
+    async def learn(self, able: Capabilities) -> None:
         name = able.base_model
-        self._proved.store(self._served[name], self._folders[name], able)
+        await asyncio.to_thread(self._proved.store, self._served[name], self._folders[name], able)
 
     async def detach(self) -> None:
         if self._slots is not None:

@@ -213,7 +213,7 @@ async def _served(seed: int, sizes: dict[str, int], failing: float) -> None:
 
 
 def test_base_models_under_load_get_equal_time_and_moves_take_a_tenth_of_it():
-    sizes = {name: 1 for name in "abcd"}
+    sizes = dict.fromkeys("abcd", 1)
     loop = SimLoop(1)
     shares, moved_s = loop.run_until_complete(_shares(sizes))
     loop.close()
@@ -298,4 +298,3 @@ async def test_a_request_that_gives_up_leaves_no_trace():
     await asyncio.gather(*tasks, return_exceptions=True)
     assert base.users == 0
     await lock.close()
-

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from skyrl_actors.backends.backend import (
 )
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
 from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase
+from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.groups.batcher import Batcher, Call
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
@@ -152,6 +153,7 @@ class Machines:
         self.crowded: list[list[str]] = []
         self.exports: dict[str, Any] = disk.files
         self.broken: set[str] = set()
+        self.is_loaded = True  # false: no process holds the base model
         self.rank: ExactlyOnce | None = self._new_rank()
         self.changed = asyncio.Event()
         self.listener: Callable[[], None] = lambda: None
@@ -171,8 +173,17 @@ class Machines:
         self.changed.set()
         asyncio.get_running_loop().call_later(self.chance.random() * 0.5, self._revive)
 
+    def unload(self) -> None:
+        """End the rank for good."""
+        self.rank, self.is_loaded = None, False
+        self.changed.set()
+
+    def load(self) -> None:
+        self.is_loaded = True
+        self._revive()
+
     def _revive(self) -> None:
-        if self.rank is None:
+        if self.rank is None and self.is_loaded:
             self.rank = self._new_rank()
             self.changed.set()
             self.listener()
@@ -248,11 +259,16 @@ class SimBackend:
     Messages that a dead controller sent may still arrive.
     """
 
-    def __init__(self, machines: Machines):
+    def __init__(self, machines: Machines, name: str = "tiny", parks: bool = False):
         self.machines = machines
+        self.name = name
         self.chance = machines.chance
         self.devices = Devices(machines)
-        self.phase_lock = ColocatedPhaseLock(self.devices, Phase.TRAIN, 5.0)
+        start = Phase.IDLE if parks else Phase.TRAIN
+        self.devices.resident = set(RESIDENT[start])
+        self.phase_lock = ColocatedPhaseLock(self.devices, start, 5.0)
+        self.parked = AsyncExitStack()
+        self.is_here = True  # on the devices
         self.devices.rejoin = self._in_sample_phase
         self.on_lost: Callable[[str, str], None] = lambda base_model, role: None
         self.lost: str | None = None
@@ -341,15 +357,15 @@ class SimBackend:
 
     async def start(self, epoch: int) -> ServedModels:
         self.epoch = epoch
-        self.machines.listener = lambda: self.dead or self.on_lost("tiny", "policy")
+        self.machines.listener = lambda: self.dead or self.on_lost(self.name, "policy")
         await self._up()
         try:
             await self.residents()
         except StateLost:
             await self._up()
         able = Capabilities(
-            base_model="tiny",
-            base_folder="/models/tiny",
+            base_model=self.name,
+            base_folder=f"/models/{self.name}",
             vocab_size=320,
             max_context_tokens=512,
             max_sample_tokens=512,
@@ -469,6 +485,7 @@ class SimBackend:
             parts=(
                 WeightManifest(version=version, kind="lora", path=f"export {version}", num_bytes=1),
             ),
+            base_model=self.name,
         )
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
@@ -556,4 +573,110 @@ class SimBackend:
         pass
 
     async def close(self) -> None:
+        """End the rank. A dead controller ends nothing."""
+        if not self.dead:
+            await self.parked.aclose()
+            self.is_here = False
+            self.machines.unload()
+
+    async def _alive(self) -> None:
+        if self.dead:
+            await asyncio.Event().wait()
+
+
+class SimShelf:
+    """Several base models on the same devices, each with machines of its own.
+
+    `known` outlives controllers, as the journal's folder does. `crowded` lists the base models of
+    each time when more were on the devices than fit.
+    """
+
+    lost = None
+
+    def __init__(
+        self,
+        fleet: dict[str, Machines],
+        chance: random.Random,
+        known: dict[str, Capabilities],
+        crowded: list[list[str]],
+    ):
+        self.crowded = crowded
+        self.fleet, self.chance, self._known = fleet, chance, known
+        self.built: list[ParkableSim] = []
+        self.dead = False
+        self.capacity = 1
+
+    def check_room(self) -> None:
+        here = [one.name for one in self.built if one.is_here]
+        if len(here) > self.capacity:
+            self.crowded.append(here)
+
+    async def reserve(self) -> Residency:
+        self.capacity = self.chance.randint(1, len(self.fleet))
+        return Residency(
+            dict.fromkeys(self.fleet, 1),
+            self.capacity,
+            min_residence_s=self.chance.random(),
+            idle_s=0.2,
+            max_loaded=self.chance.randint(1, len(self.fleet)),
+        )
+
+    def build(self, name: str) -> "ParkableSim":
+        self.built.append(ParkableSim(self.fleet[name], name, self.check_room))
+        self.built[-1].dead = self.dead
+        return self.built[-1]
+
+    def known(self, name: str) -> Capabilities | None:
+        return self._known.get(name)
+
+    async def learn(self, able: Capabilities) -> None:
+        self._known[able.base_model] = able
+
+    async def detach(self) -> None:
         pass
+
+    def release(self) -> None:
+        pass
+
+
+class ParkableSim(SimBackend):
+    """A backend whose memory leaves the devices while another base model is there."""
+
+    def __init__(self, machines: Machines, name: str, check_room: Callable[[], None]):
+        super().__init__(machines, name, parks=True)
+        self.is_here = False
+        self._check_room = check_room
+
+    async def take_over(self, epoch: int) -> Capabilities | None:
+        """Park a rank that runs. Its processes may be half loaded, and are ended then."""
+        await self._alive()
+        if self.machines.rank is None or self.chance.random() < 0.1:
+            self.machines.unload()
+            return None
+        await self.park()
+        return (await super().start(epoch)).default
+
+    async def start(self, epoch: int) -> ServedModels:
+        await asyncio.sleep(self.chance.random())
+        await self._alive()
+        if self.chance.random() < 0.1:
+            raise InternalError("a process died while it was loaded")
+        self.machines.load()
+        self._come()
+        return await super().start(epoch)
+
+    def _come(self) -> None:
+        self.is_here = True
+        self._check_room()
+
+    async def park(self) -> None:
+        await self._alive()
+        await self.parked.enter_async_context(self.phase_lock.hold(Phase.IDLE))
+        await self._alive()
+        assert not self.devices.resident, "memory stayed on the devices"
+        self.is_here = False
+
+    async def resume(self) -> None:
+        await self._alive()
+        self._come()
+        await self.parked.aclose()

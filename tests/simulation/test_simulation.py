@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock, MoveFailed
+from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.model_capacity import ModelCapacity
@@ -14,6 +15,7 @@ from skyrl_actors.controller.samples import Samples
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
 from skyrl_actors.messages.errors import InternalError
 from tests.simulation import clock
+from tests.simulation.backend import ParkableSim
 from tests.simulation.world import run_many, run_seed
 
 SEEDS = 150
@@ -37,9 +39,14 @@ def test_all_seeds_pass():
     assert run_many(range(SEEDS)) == []
 
 
+def test_seeds_with_several_base_models_pass():
+    assert run_many(range(SEEDS // 3), num_bases=3) == []
+
+
 @pytest.mark.slow
 def test_more_seeds_pass():
     assert run_many(range(SEEDS, 4 * SEEDS)) == []
+    assert run_many(range(SEEDS, 3 * SEEDS), num_bases=2) == []
 
 
 def test_seeds_kill_controllers_and_are_reproducible():
@@ -117,8 +124,45 @@ def _grants_without_limit(self, kind):
 
 def _ignores_resident_models(self, able, residents):
     """A capacity that does not count present models after a start."""
-    self._able = able
+    self._bases = able
     self._grant()
+
+
+def _finds_room_always(self, bases):
+    """A scheduler that brings a base model to full devices."""
+    return True
+
+
+def _admits_at_once(self, name, now):
+    """A scheduler whose base models need not be on the devices."""
+    self.bases[name].users += 1
+    return True
+
+
+async def _keeps_its_memory(self):
+    """A parked base model whose memory stays on the devices."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "mutant"),
+    [
+        (Residency, "_fits", _finds_room_always),
+        (Residency, "arrive", _admits_at_once),
+        (ParkableSim, "park", _keeps_its_memory),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_every_mutant_of_several_base_models_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, mutant
+):
+    monkeypatch.setattr(cls, name, mutant)
+    monkeypatch.setattr(clock, "END_S", LONGEST_S)
+    for seed in range(MUTANT_SEEDS):
+        try:
+            run_seed(seed, num_bases=3)
+        except Exception:  # noqa: BLE001  any failure shows that the mutant was noticed
+            return
+    pytest.fail(f"{MUTANT_SEEDS} seeds did not notice it")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from skyrl_actors.backends.backend import Backend, Capabilities
+from skyrl_actors.backends.catalogue import CatalogueBackend
 from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig
 from skyrl_actors.controller.controller import Controller
@@ -31,22 +33,49 @@ from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InternalError, NotFound
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
-from tests.simulation.backend import Machines, SimBackend, SimWorker, chained
+from tests.simulation.backend import Machines, SimBackend, SimShelf, SimWorker, chained
 from tests.simulation.clock import SimLoop
 from tests.simulation.journal import Disk, SimJournal
 
 T = TypeVar("T")
+
+
+class SimCatalogue(CatalogueBackend):
+    """Several simulated base models. When it is dead, none of its backends answers."""
+
+    def __init__(self, shelf: SimShelf, report: Callable[[str], None], attempts: int):
+        super().__init__(shelf, report, attempts)
+        self.shelf = shelf
+
+    @property
+    def dead(self) -> bool:
+        return self.shelf.dead
+
+    @dead.setter
+    def dead(self, is_dead: bool) -> None:
+        self.shelf.dead = is_dead
+        for backend in self.shelf.built:
+            backend.dead = is_dead
+
+
 SETTLED_S = 10.0  # longer than a hanging move and the restart after it
-CONFIG = ClusterConfig(
-    base_model=TinyBase(name="tiny"),
-    journal=JournalConfig(
+COMMON: dict[str, Any] = {
+    "journal": JournalConfig(
         snapshot_operations=3,
         snapshot_s=1e9,
     ),
-    restart=RestartConfig(max_in_a_row=1001, start_timeout_s=1e5),
-    limits=LimitsConfig(session_timeout_s=1e9),
-    checkpoint_dir=Path("/nonexistent"),
-)
+    "restart": RestartConfig(max_in_a_row=1001, start_timeout_s=1e5),
+    "limits": LimitsConfig(session_timeout_s=1e9),
+    "checkpoint_dir": Path("/nonexistent"),
+}
+
+
+def config_for(names: list[str]) -> ClusterConfig:
+    """Return the config of a service with these base models."""
+    if len(names) == 1:
+        return ClusterConfig(base_model=TinyBase(name=names[0]), **COMMON)
+    bases = {name: {"base_model": {"type": "tiny", "name": name}} for name in names}
+    return ClusterConfig(base_models=bases, **COMMON)
 
 
 @dataclass
@@ -55,6 +84,7 @@ class World:
 
     seed: int
     report: Callable[[str], None] = lambda text: None
+    num_bases: int = 1
     disk: Disk = field(default_factory=Disk)
     crashes: int = 0
     to_leave: int = 0  # number of tenants that must end so that the others fit
@@ -64,6 +94,15 @@ class World:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self.machines = Machines(self.disk, self.chance, places=self.chance.randint(1, 3))
+        self.fleet = {"tiny": self.machines}
+        for number in range(1, self.num_bases):  # the tenants of each fit
+            self.fleet[f"base{number}"] = Machines(self.disk, self.chance, places=3)
+        if self.num_bases > 1:
+            self.machines.places = 3
+            for machines in self.fleet.values():
+                machines.unload()
+        self.proved: dict[str, Capabilities] = {}
+        self.crowded: list[list[str]] = []
         self.controller: Controller | None = None
         self.life = asyncio.Event()  # set when the present controller dies
         self.born = asyncio.Event()
@@ -72,8 +111,8 @@ class World:
         """Start a new controller on the same disk and machines."""
         while self.controller is None:
             controller = Controller(
-                CONFIG,
-                SimBackend(self.machines),
+                config_for(list(self.fleet)),
+                self._backend(),
                 SimJournal(self.disk, self.chance),
                 wall=self._wall,
             )
@@ -89,13 +128,23 @@ class World:
             started = asyncio.ensure_future(controller.start())
             await asyncio.wait([started, died], return_when=asyncio.FIRST_COMPLETED)
             died.cancel()
-            if started.done():
+            if started.done() and isinstance(started.exception(), InternalError):
+                self.report(f"{self.now:.3f} the start failed: {started.exception()}")
+                controller.backend.dead = True  # type: ignore[attr-defined]
+                await asyncio.sleep(self.chance.random())
+            elif started.done():
                 started.result()
                 self.controller, self.starting = controller, None
                 self.born.set()
                 self.report(f"{self.now:.3f} controller of epoch {controller.epoch} runs")
             else:
                 self.life = asyncio.Event()
+
+    def _backend(self) -> Backend:
+        if self.num_bases == 1:
+            return SimBackend(self.machines)
+        shelf = SimShelf(self.fleet, self.chance, self.proved, self.crowded)
+        return SimCatalogue(shelf, self.report, 1000)
 
     @property
     def now(self) -> float:
@@ -111,7 +160,7 @@ class World:
         if victim is None:
             return
         backend, journal = victim.backend, victim.journal
-        assert isinstance(backend, SimBackend) and isinstance(journal, SimJournal)
+        assert isinstance(backend, SimBackend | SimCatalogue) and isinstance(journal, SimJournal)
         backend.dead = journal.dead = True
         self.crashes += 1
         was_running = self.controller is not None
@@ -172,8 +221,13 @@ class Tenant:
         self.world = world
         self.chance = random.Random(world.seed * 1000 + number)
         self.session = f"s{number}"
+        bases = list(world.fleet)
+        self.machines = world.fleet[bases[number % len(bases)]]
         self.spec = ModelSpec(
-            model_id=f"s{number}:train:0", base_model="tiny", lora=LoraSpec(rank=4), seed=number
+            model_id=f"s{number}:train:0",
+            base_model=bases[number % len(bases)],
+            lora=LoraSpec(rank=4),
+            seed=number,
         )
         self.truth = SimWorker({})
         self.seq = 0
@@ -215,7 +269,7 @@ class Tenant:
                 [self._batch, self._batch, self._forward, self._step, self._sampler]
             )
             request, expected = verb()
-            stamp = f"r{self.chance.getrandbits(64):016x}"
+            stamp = f"t{self.chance.getrandbits(64):016x}"
             request_id = await self.world.call(lambda c, r=request, s=stamp: c.submit(r, s))
             sent.append((request, request_id, expected))
         for request, request_id, expected in sent:
@@ -300,26 +354,30 @@ async def faults(world: World) -> None:
     while True:
         await asyncio.sleep(world.chance.expovariate(1 / pause_s))
         kind = world.chance.choices(kinds, weights)[0]
+        machines = world.machines
+        if world.num_bases > 1:
+            machines = world.chance.choice(list(world.fleet.values()))
         world.report(f"{world.now:.3f} {kind}")
         if kind in ("crash", "power") and world.silent - world.disk.ended:
             continue  # otherwise no session would be silent for long enough
         if kind == "crash":
             world.crash()
         elif kind == "rank":
-            world.machines.kill_rank()
-        elif kind == "half" and world.machines.rank is not None:
-            world.machines.rank.worker.faulty = 1
+            machines.kill_rank()
+        elif kind == "half" and machines.rank is not None:
+            machines.rank.worker.faulty = 1
         elif kind == "power":
-            world.machines.power_cut()
+            for each in world.fleet.values():
+                each.power_cut()
             world.crash()
         elif kind == "full disk":
             world.disk.full = True
             await asyncio.sleep(world.chance.random())
             world.disk.full = False
         elif kind == "no memory":
-            world.machines.failing_moves = world.chance.choice([0.1, 0.5, 1.0])
+            machines.failing_moves = world.chance.choice([0.1, 0.5, 1.0])
             await asyncio.sleep(world.chance.random() * 3)
-            world.machines.failing_moves = 0.0
+            machines.failing_moves = 0.0
 
 
 async def heartbeats(world: World, tenants: list[Tenant]) -> None:
@@ -332,19 +390,21 @@ async def heartbeats(world: World, tenants: list[Tenant]) -> None:
                     await world.controller.heartbeat(tenant.session)
 
 
-async def simulate(seed: int, report: Callable[[str], None]) -> int:
+async def simulate(seed: int, report: Callable[[str], None], num_bases: int = 1) -> int:
     """Run one seed. Return the number of controllers that died."""
-    world = World(seed, report)
+    world = World(seed, report, num_bases)
     await world.begin()
-    tenants = [Tenant(world, number) for number in range(world.chance.randint(1, 3))]
-    world.to_leave = max(0, len(tenants) - world.machines.places)
+    count = world.chance.randint(1, 3) if num_bases == 1 else num_bases + 1
+    tenants = [Tenant(world, number) for number in range(count)]
+    world.to_leave = max(0, len(tenants) - world.machines.places * num_bases)
     trouble = asyncio.ensure_future(faults(world))
     alive = asyncio.ensure_future(heartbeats(world, tenants))
     most = 8 if world.to_leave else 25  # tenants that wait for each other take longer
     await asyncio.gather(*(tenant.live(world.chance.randint(5, most)) for tenant in tenants))
     trouble.cancel()
     world.disk.full = False
-    world.machines.failing_moves = 0.0
+    for machines in world.fleet.values():
+        machines.failing_moves = 0.0
     await asyncio.sleep(SETTLED_S)
     await check(world, tenants)
     alive.cancel()
@@ -360,13 +420,16 @@ async def check(world: World, tenants: list[Tenant]) -> None:
     assert not world.machines.crowded, (
         f"a rank for {world.machines.places} models held {world.machines.crowded[0]}"
     )
+    assert not world.crowded, f"{world.crowded[0]} were on the devices together"
     for tenant in tenants:
         if tenant.has_left:
             continue
         await tenant.check()
-        assert world.machines.rank is not None
+        if not tenant.machines.is_loaded:
+            continue  # another base model took the place since
+        assert tenant.machines.rank is not None
         found, truth = (
-            world.machines.rank.worker.states[tenant.spec.model_id],
+            tenant.machines.rank.worker.states[tenant.spec.model_id],
             tenant.truth.states[tenant.spec.model_id],
         )
         assert found == truth, f"{tenant.spec.model_id}: {found} instead of {truth}"
@@ -378,7 +441,9 @@ async def check(world: World, tenants: list[Tenant]) -> None:
     raise AssertionError("an accepted request was never answered")
 
 
-def run_seed(seed: int, report: Callable[[str], None] = lambda text: None) -> int:
+def run_seed(
+    seed: int, report: Callable[[str], None] = lambda text: None, num_bases: int = 1
+) -> int:
     """Run one seed and return how often its controller died. Raises when a check fails."""
     logging.getLogger("skyrl_actors").setLevel(logging.CRITICAL)
     gc.collect()
@@ -387,7 +452,7 @@ def run_seed(seed: int, report: Callable[[str], None] = lambda text: None) -> in
     asyncio.set_event_loop(loop)
     loop.set_exception_handler(lambda _, context: None)
     try:
-        return loop.run_until_complete(simulate(seed, report))
+        return loop.run_until_complete(simulate(seed, report, num_bases))
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -405,32 +470,33 @@ def main() -> None:
     parser.add_argument("seed", type=int, nargs="?", help="replay this seed and print its events")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--bases", type=int, default=1, help="base models of the service")
     options = parser.parse_args()
     if options.seed is not None:
-        print(f"passed: {run_seed(options.seed, print)} controllers died")
+        print(f"passed: {run_seed(options.seed, print, options.bases)} controllers died")
         return
-    broken = run_many(range(options.first, options.first + options.count))
+    broken = run_many(range(options.first, options.first + options.count), options.bases)
     sys.exit(f"{len(broken)} seeds failed" if broken else 0)
 
 
-def verdict(seed: int) -> tuple[int, int, str | None]:
+def verdict(seed: int, num_bases: int = 1) -> tuple[int, int, str | None]:
     """Return the seed, how often its controller died, and the traceback of a failure."""
     try:
-        return seed, run_seed(seed), None
+        return seed, run_seed(seed, num_bases=num_bases), None
     except Exception:  # noqa: BLE001  any failure is reported with its seed
         return seed, 0, traceback.format_exc()
 
 
-def run_many(seeds: range) -> list[int]:
+def run_many(seeds: range, num_bases: int = 1) -> list[int]:
     """Return the seeds that failed. Print each with the command that replays it."""
     started, crashes, broken = time.perf_counter(), 0, []
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        verdicts = pool.map(verdict, seeds, chunksize=10)
+        verdicts = pool.map(verdict, seeds, [num_bases] * len(seeds), chunksize=10)
         for done, (seed, died, trace) in enumerate(verdicts, start=1):
             crashes += died
             if trace is not None:
                 broken.append(seed)
-                command = f"python -m tests.simulation.world {seed}"
+                command = f"python -m tests.simulation.world {seed} --bases {num_bases}"
                 print(f"{trace}seed {seed} failed; replay it with: {command}", flush=True)
             if done % 500 == 0 or done == len(seeds):
                 spent = time.perf_counter() - started
@@ -439,12 +505,12 @@ def run_many(seeds: range) -> list[int]:
     return broken
 
 
-if __name__ == "__main__":
-    main()
-
-
 def check_usage(disk: Disk) -> None:
     """Check that each answered request is in the usage once, whatever died in between."""
     answered = [op for op in disk.operations.values() if op.answered_at is not None]
     assert sum(usage.requests for usage in disk.usage) == len(answered)
     assert sum(usage.failed for usage in disk.usage) == sum(op.failed for op in answered)
+
+
+if __name__ == "__main__":
+    main()
