@@ -18,13 +18,13 @@ def build_backend(
 
     `base_folders` is by the name of a base model.
     """
+    from skyrl_actors.backends.base_model_factory import RayBaseModelFactory
     from skyrl_actors.backends.catalogue import CatalogueBackend
     from skyrl_actors.backends.ray_backend import RayBackend
-    from skyrl_actors.backends.shelf import RayShelf
 
     for name, own in config.served().items():
         check_base(base_folders[name], own)
     if config.base_models:
-        shelf = RayShelf(config, base_folders, report, detached)
-        return CatalogueBackend(shelf, report, max(config.restart.max_in_a_row, 1))
+        factory = RayBaseModelFactory(config, base_folders, report, detached)
+        return CatalogueBackend(factory, report, max(config.restart.max_in_a_row, 1))
     return RayBackend(config, base_folders[config.base_model.name], report, detached)

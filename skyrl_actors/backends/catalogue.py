@@ -8,17 +8,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_actors.backends.backend import (
-    Backend,
     BackendCopy,
     Capabilities,
     Mixture,
     ServedModels,
 )
+from skyrl_actors.backends.parkable import BaseModelFactory, ParkableBackend
 from skyrl_actors.colocation.residence_lock import ResidenceLock
-from skyrl_actors.colocation.residency import Place, Residency, Step
+from skyrl_actors.colocation.residency import Place, Step
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.images import Picture
@@ -27,49 +27,6 @@ from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
-
-
-class ParkableBackend(Backend, Protocol):
-    """The backend of one base model, whose memory can leave the devices."""
-
-    async def take_over(self, epoch: int) -> Capabilities | None:
-        """Park what an earlier controller left. Return None, with nothing left, if it is broken."""
-        ...
-
-    async def park(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-
-class Shelf(Protocol):
-    """What all base models of a service have in common, before any of them is loaded."""
-
-    @property
-    def lost(self) -> str | None:
-        """Why the slots must be reserved again, or None."""
-        ...
-
-    async def reserve(self) -> Residency:
-        """Reserve the slots. Return all base models, on disk. Raises ConfigError."""
-        ...
-
-    def build(self, name: str) -> ParkableBackend:
-        """Return a backend of a base model, which is not started."""
-        ...
-
-    def known(self, name: str) -> Capabilities | None:
-        """Return what an earlier start has found out about a base model, or None."""
-        ...
-
-    async def learn(self, able: Capabilities) -> None:
-        """Store what a loaded base model can do."""
-        ...
-
-    async def detach(self) -> None: ...
-
-    def release(self) -> None:
-        """Free the slots."""
-        ...
 
 
 @dataclass(slots=True)
@@ -87,9 +44,9 @@ class CatalogueBackend:
     loaded.
     """
 
-    def __init__(self, shelf: Shelf, report: Callable[[str], None], attempts: int):
+    def __init__(self, factory: BaseModelFactory, report: Callable[[str], None], attempts: int):
         self.on_lost: Callable[[str, str], None] = lambda base_model, role: None
-        self._shelf = shelf
+        self._factory = factory
         self._report = report
         self._attempts = attempts
         self._epoch = 0
@@ -102,12 +59,12 @@ class CatalogueBackend:
     async def start(self, epoch: int) -> ServedModels:
         """Take over what runs, and load each base model once that was never loaded before."""
         self._epoch = epoch
-        residency = await self._shelf.reserve()
+        residency = await self._factory.reserve()
         self._lock = ResidenceLock(residency, self._carry, self._attempts)
         names = list(residency.bases)
         await asyncio.gather(*(self._take_over(name) for name in names))
         for name in names:
-            able = self._able.get(name) or self._shelf.known(name)
+            able = self._able.get(name) or self._factory.known(name)
             if able is None:
                 await self._prove(name)
             else:
@@ -138,7 +95,7 @@ class CatalogueBackend:
         return self._lock
 
     def _build(self, name: str) -> ParkableBackend:
-        backend = self._shelf.build(name)
+        backend = self._factory.build(name)
         backend.on_lost = lambda base_model, role: self.on_lost(base_model, role)
         return backend
 
@@ -167,13 +124,13 @@ class CatalogueBackend:
         self._loaded.backends[name] = backend
         if self._able.get(name) != able:
             self._able[name] = able
-            await self._shelf.learn(able)
+            await self._factory.learn(able)
         for role in able.roles:
             self.on_lost(name, role)
 
     @property
     def lost(self) -> str | None:
-        return self._shelf.lost
+        return self._factory.lost
 
     def _name(self, base_model: str) -> str:
         """Return the name of a base model. The default one may be left out."""
@@ -372,14 +329,14 @@ class CatalogueBackend:
     async def detach(self) -> None:
         await self._stop_moving()
         await asyncio.gather(*(backend.detach() for backend in self._loaded.backends.values()))
-        await self._shelf.detach()
+        await self._factory.detach()
 
     async def close(self) -> None:
         await self._stop_moving()
         for backend in self._loaded.backends.values():
             with suppress(InternalError):
                 await backend.close()
-        self._shelf.release()
+        self._factory.release()
 
     async def _stop_moving(self) -> None:
         if self._lock is not None:

@@ -23,7 +23,8 @@ from placement.memory import (
 from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
-from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import (
     DeepSpeedStrategy,
     Fsdp2Strategy,

@@ -78,12 +78,7 @@ class RayBackend:
         return None if plan is None else await self._started(plan)
 
     async def _started(self, plan: Plan) -> Capabilities:
-        self._monitoring = Monitoring(
-            self.config.name,
-            list(self.parts.groups.values()),
-            self.parts.engines,
-            self.parts.phase_lock,
-        )
+        self._monitoring = self.parts.monitoring()
         info = (await self.parts.groups["policy"].up()).info
         assert info is not None
         self.parts.engines.logprob_check.vocab_size = info.vocab_size

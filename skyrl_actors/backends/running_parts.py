@@ -15,6 +15,7 @@ from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.backends.memory_demands import engine_bytes, shape_in
+from skyrl_actors.backends.monitoring import Monitoring
 from skyrl_actors.backends.node_bases import NodeBases
 from skyrl_actors.backends.offload import offloader_for, phase_lock_for
 from skyrl_actors.backends.shared_folders import prove_shared
@@ -136,6 +137,11 @@ class RunningParts:
         if self._standby is not None and not standby_runs:
             self._standby.start_later()
         return plan
+
+    def monitoring(self) -> Monitoring:
+        """Begin to export the state of the started parts."""
+        groups = list(self.groups.values())
+        return Monitoring(self._config.name, groups, self.engines, self.phase_lock)
 
     async def park(self) -> None:
         """Move all memory off the devices, until `resume`."""

@@ -132,16 +132,14 @@ class ResidenceLock:
 
     async def _run(self, step: Step) -> None:
         began = self._now()
-        try:
-            await self._carry(step)
-        except Exception as error:  # noqa: BLE001  every failure is an answer or a retry
+        (error,) = await asyncio.gather(self._carry(step), return_exceptions=True)
+        if isinstance(error, BaseException):
             self._failed(step, error)
         else:
             self._failures.pop(step.base, None)
             self._errors.pop(step.base, None)
             self._admit(step.base, self.residency.end(step, self._now(), self._now() - began))
-        finally:
-            self._running = None
+        self._running = None
         self._advance()
 
     def _admit(self, base: str, count: int) -> None:
@@ -152,7 +150,7 @@ class ResidenceLock:
             else:
                 ticket.set_result(None)
 
-    def _failed(self, step: Step, error: Exception) -> None:
+    def _failed(self, step: Step, error: BaseException) -> None:
         failures = self._failures[step.base] = self._failures.get(step.base, 0) + 1
         pause_s = pause_after(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._errors[step.base] = f"{step.action} failed: {error}"

@@ -16,12 +16,12 @@ import psutil
 import ray
 from ray import serve
 from ray.serve import context
-from rich.markup import escape
 
 from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
-from skyrl_actors.commands.terminal import console, note, show_rows
+from skyrl_actors.commands.shown_status import show_status
+from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
@@ -331,41 +331,12 @@ def status(name: str, as_json: bool) -> bool:
     Raises ConfigError if it does not run.
     """
     content = read_status(name)
-    fault, warning = content.get("fault"), content.get("warning")
+    fault = content.get("fault")
     if as_json:
         print(json.dumps(content, indent=2))
         return fault is None
-    if fault is not None:
-        console.print(f"[bold red]NOT SERVING: {escape(fault)}[/bold red]")
-    if warning is not None:
-        console.print(f"[yellow]{escape(warning)}[/yellow]")
-    console.print(
-        f"[bold]{content['name']}[/bold]  {content.get('mode', '')}  up "
-        f"{content['uptime_s']:.0f} s  phase {content.get('phase', 'starting')}  "
-        f"at {content['url']}  sessions {content['sessions']}  "
-        f"samplers {content['samplers']}  open requests {content['open_requests']}"
-    )
-    bases: dict[str, dict[str, Any]] = content.get("base_models", {})
-    show_rows("base models", [{"name": name, **_plain(base)} for name, base in bases.items()])
-    show_rows("models", content["models"])
-    show_rows("groups", [_row_of(*item) for item in content.get("groups", {}).items()])
-    show_rows("engines", content.get("engines", []))
-    show_rows(
-        "queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()]
-    )
+    show_status(content)
     return fault is None
-
-
-def _plain(base: dict[str, Any]) -> dict[str, Any]:
-    """Return a base model's row, with the seconds of its last moves in one column."""
-    moves: dict[str, float] = base.get("move_seconds") or {}
-    return {**base, "move_seconds": ", ".join(f"{k} {v:g}" for k, v in moves.items())}
-
-
-def _row_of(role: str, group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's row, with what its ranks compute with in one column."""
-    paths: dict[str, str] = group.get("paths") or {}
-    return {"role": role, **group, "paths": ", ".join(f"{k}: {v}" for k, v in paths.items())}
 
 
 async def _status(name: str) -> dict[str, Any]:

@@ -113,7 +113,6 @@ class Controller:
         )
         self._disk = Disk()
         self._replayer = Replayer(config, backend, journal, self.tenants, folders, self._disk)
-        self._examiner = Examiner()
         self._tasks = Tasks()
         configs = BaseConfigs(config)
         self._capacity = ModelCapacity(
@@ -135,6 +134,7 @@ class Controller:
 
     def _build_parts(self) -> None:
         """Build the objects that act on the tables."""
+        self._examiner = Examiner()
         self._samples = Samples(self._ledger, self._context, self._replayer, self._tasks)
         self._lanes = Lanes(self._ledger, self._context, self._replayer, self._samples, self._tasks)
         self._named_samplers = NamedSamplers(self._context, self.journal, self._samples.retire)

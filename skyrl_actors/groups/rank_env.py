@@ -1,6 +1,7 @@
 """Environment of training ranks: the number of threads and how they wait, and what JAX reads."""
 
-from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import JaxStrategy
 
 # How often a thread polls for work before it sleeps. A few microseconds keep threads awake between

@@ -85,7 +85,7 @@ def test_as_many_are_on_the_devices_as_fit():
 
 def test_a_turn_is_longer_when_moves_take_long():
     bases = residency({"a": 1, "b": 1})
-    bases.bases["a"].move_s.update(wake=3.0, park=2.0)
+    bases.bases["a"].move_s.update({"wake": 3.0, "park": 2.0})
     bases.arrive("a", 0.0)
     carried_out(bases, Step("load", "a"), 0.0, 3.0)
     bases.arrive("b", 0.0)

@@ -10,7 +10,8 @@ import pytest
 from skyrl_actors.api import translate, wire
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.base_models import check_base
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, LoraConfig
+from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import Fsdp2Strategy, JaxStrategy
 from skyrl_actors.controller.verbs.create_model import check_fits, check_spec, settled
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest

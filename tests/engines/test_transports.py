@@ -14,7 +14,8 @@ from skyrl_actors import losses
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.base_models import PretrainedBase
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, LoraConfig
+from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.transfers import (
     DiskTransferConfig,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_actors.config.cluster import GroupConfig
+from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.messages.model import LoraSpec
 from tests.jax_workers.mesh_runs import prepared, starts_with_another_version, trained

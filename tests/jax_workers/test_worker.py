@@ -14,7 +14,8 @@ import pytest
 from transformers import LlamaConfig, OlmoConfig
 
 from skyrl_actors import losses
-from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import JaxStrategy, ReplicaStrategy
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.jax_workers.passes import JaxPass

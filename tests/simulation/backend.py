@@ -584,7 +584,7 @@ class SimBackend:
             await asyncio.Event().wait()
 
 
-class SimShelf:
+class SimFactory:
     """Several base models on the same devices, each with machines of its own.
 
     `known` outlives controllers, as the journal's folder does. `crowded` lists the base models of

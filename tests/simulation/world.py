@@ -33,7 +33,7 @@ from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InternalError, NotFound
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
-from tests.simulation.backend import Machines, SimBackend, SimShelf, SimWorker, chained
+from tests.simulation.backend import Machines, SimBackend, SimFactory, SimWorker, chained
 from tests.simulation.clock import SimLoop
 from tests.simulation.journal import Disk, SimJournal
 
@@ -43,18 +43,18 @@ T = TypeVar("T")
 class SimCatalogue(CatalogueBackend):
     """Several simulated base models. When it is dead, none of its backends answers."""
 
-    def __init__(self, shelf: SimShelf, report: Callable[[str], None], attempts: int):
-        super().__init__(shelf, report, attempts)
-        self.shelf = shelf
+    def __init__(self, factory: SimFactory, report: Callable[[str], None], attempts: int):
+        super().__init__(factory, report, attempts)
+        self.factory = factory
 
     @property
     def dead(self) -> bool:
-        return self.shelf.dead
+        return self.factory.dead
 
     @dead.setter
     def dead(self, is_dead: bool) -> None:
-        self.shelf.dead = is_dead
-        for backend in self.shelf.built:
+        self.factory.dead = is_dead
+        for backend in self.factory.built:
             backend.dead = is_dead
 
 
@@ -143,8 +143,8 @@ class World:
     def _backend(self) -> Backend:
         if self.num_bases == 1:
             return SimBackend(self.machines)
-        shelf = SimShelf(self.fleet, self.chance, self.proved, self.crowded)
-        return SimCatalogue(shelf, self.report, 1000)
+        factory = SimFactory(self.fleet, self.chance, self.proved, self.crowded)
+        return SimCatalogue(factory, self.report, 1000)
 
     @property
     def now(self) -> float:

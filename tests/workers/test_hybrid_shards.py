@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_actors.config.cluster import GroupConfig
+from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import Fsdp2Strategy
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.sharded_files import ShardedFiles

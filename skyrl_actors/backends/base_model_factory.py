@@ -6,8 +6,8 @@ from pathlib import Path
 
 from placement.reserve import cluster_nodes
 from skyrl_actors.backends.backend import Capabilities
-from skyrl_actors.backends.catalogue import ParkableBackend
 from skyrl_actors.backends.memory_demands import memory_plan, shape_in
+from skyrl_actors.backends.parkable import ParkableBackend
 from skyrl_actors.backends.parking_plan import parking_plan
 from skyrl_actors.backends.proved_bases import ProvedBases, capabilities_of
 from skyrl_actors.backends.ray_backend import RayBackend
@@ -17,7 +17,7 @@ from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.config.cluster import ClusterConfig
 
 
-class RayShelf:
+class RayBaseModelFactory:
     """The base models of one service on a Ray cluster. `folders` is by the name of a base model."""
 
     def __init__(

@@ -1,0 +1,112 @@
+"""Three base models on one device: answers equal those of three services, whatever is killed."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from tests.conftest import run_cli
+from tests.service.own_service import own_service
+
+pytestmark = pytest.mark.slow
+CONFIG = "configs/cpu_catalogue.yaml"
+BASES = {"tiny": "skyrl-actors/tiny", "tiny_moe": "skyrl-actors/tiny-moe", "tiny_vl": ""}
+BASES["tiny_vl"] = "skyrl-actors/tiny-vl"
+# One call at a time in each pass and batch, so that no answer depends on what it ran with.
+ALONE = ("policy.share_passes=false", "engine.max_num_seqs=1", "critic=null")
+ENGINE = ("engine.max_model_len=512", "engine.kv_cache_bytes=134217728")
+ROUNDS = 8
+
+
+async def trained(
+    url: str, base: str, number: int, begun: asyncio.Event | None = None
+) -> list[Any]:
+    """Train and sample as a client does. Return all answers."""
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    model = await service.create_lora_training_client_async(base_model=base, rank=8, seed=number)
+    answers: list[Any] = []
+    for step in range(ROUNDS):
+        tokens = [(7 * i + 3 * number + step) % 200 + 1 for i in range(24)]
+        datum = types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * 23},
+        )
+        passed = await model.forward_backward_async([datum], "cross_entropy")
+        stepped = await model.optim_step_async(types.AdamParams(learning_rate=1e-3))
+        answers.append((await passed.result_async()).loss_fn_outputs[0]["logprobs"].data)
+        await stepped.result_async()
+        sampler = await model.save_weights_and_get_sampling_client_async()
+        params = types.SamplingParams(max_tokens=8, seed=5)
+        drawn = await sampler.sample_async(types.ModelInput.from_ints(tokens[:8]), 1, params)
+        answers.append((drawn.sequences[0].tokens, drawn.sequences[0].logprobs))
+        if begun is not None and step == 1:
+            begun.set()
+    return answers
+
+
+async def both(url: str, base: str, begun: asyncio.Event | None = None) -> list[Any]:
+    return list(await asyncio.gather(*(trained(url, base, n, begun) for n in range(2))))
+
+
+def status(name: str) -> dict[str, Any]:
+    shown = run_cli("status", "--name", name, "--json")
+    return json.loads(shown.stdout)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def parked_rank(name: str) -> int:
+    """Return the process of a training rank whose base model is parked."""
+    found = status(name)
+    parked = [base for base, row in found["base_models"].items() if row["place"] == "host"]
+    return found["groups"][f"{parked[0]} policy"]["pids"][0]
+
+
+def one_process(title: str) -> int:
+    found = [
+        p.pid for p in psutil.process_iter(["cmdline"]) if title in (p.info["cmdline"] or [""])[0]
+    ]
+    return found[-1]
+
+
+async def killed_in_turn(name: str, begun: asyncio.Event) -> None:
+    """Kill a parked rank, an engine that is loaded or runs, and the controller."""
+    await begun.wait()
+    kill(await asyncio.to_thread(parked_rank, name))
+    await asyncio.sleep(4)
+    kill(one_process("EngineActor"))
+    await asyncio.sleep(6)
+    kill(one_process("ControllerActor"))
+
+
+async def in_one_service(name: str, url: str) -> dict[str, list[Any]]:
+    begun = asyncio.Event()
+    killing = asyncio.create_task(killed_in_turn(name, begun))
+    answers = await asyncio.gather(*(both(url, base, begun) for base in BASES.values()))
+    await asyncio.wait_for(killing, 60)
+    return dict(zip(BASES.values(), answers, strict=True))
+
+
+def test_answers_equal_those_of_separate_services_whatever_is_killed(tmp_path: Path):
+    alone: dict[str, list[Any]] = {}
+    for kind, base in BASES.items():
+        options = (f"base_model.type={kind}", f"base_model.name={base}", *ALONE, *ENGINE)
+        with own_service("configs/cpu_tiny.yaml", tmp_path / kind, "alone", *options) as served:
+            alone[base] = asyncio.run(both(served[1], base))
+    folder = tmp_path / "together"
+    options = (*ALONE, "parking.max_loaded=2", "parking.min_residence_s=1")
+    with own_service(CONFIG, folder, "catalogue", *options) as (name, url):
+        together = asyncio.run(in_one_service(name, url))
+        moved = [row["move_seconds"] for row in status(name)["base_models"].values()]
+        assert any("load" in moves for moves in moved), "one of three was on disk"
+    assert together == alone
+    assert len(json.loads((folder / "journal" / "proved_bases.json").read_text())) == len(BASES)
