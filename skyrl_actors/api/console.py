@@ -76,6 +76,12 @@ def _group(group: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     return shown | ({} if viewer.all or group.get("state") == "up" else {"state": "down"})
 
 
+def _base_model(base: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
+    """Hide the text of a fault, which may quote log lines."""
+    fault = base.get("fault")
+    return {**base, "fault": fault if viewer.all or not fault else "cannot be loaded"}
+
+
 def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     """Return the part of the controller's `status` that this viewer may see.
 
@@ -89,6 +95,9 @@ def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
         **shown,
         "engines": [_engine(engine, viewer) for engine in status.get("engines", [])],
         "groups": {role: _group(group, viewer) for role, group in status.get("groups", {}).items()},
+        "base_models": {
+            name: _base_model(base, viewer) for name, base in status.get("base_models", {}).items()
+        },
         "fault": status.get("fault")
         if viewer.all or not status.get("fault")
         else "the service is recovering",

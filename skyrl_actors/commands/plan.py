@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from placement.memory import MemoryPlan
 from placement.memory import render as render_memory
 from placement.render import render
 from placement.shape import ModelShape
-from skyrl_actors.backends.demands import plan_for
+from placement.types import Node
+from skyrl_actors.backends.demands import part_of, plan_for, shared_plan
 from skyrl_actors.backends.memory_demands import checked, refuse, shape_in
+from skyrl_actors.backends.parking_plan import parking_plan
 from skyrl_actors.commands.sized import (
     is_config,
     nodes_for,
@@ -64,6 +67,9 @@ def _run_config(
 ) -> None:
     config = _cluster_of(path, overrides)
     nodes = nodes_for(gpus, nodes_file)
+    if config.base_models:
+        _print_catalogue(config, nodes)
+        return
     made = plan_for(config, nodes)
     print(render(made))
     shape, reason = _shape(config, model)
@@ -90,6 +96,26 @@ def _shape(config: ClusterConfig, model: Path | None) -> tuple[ModelShape | None
     if isinstance(found, str):
         return shape_in(Path(found).parent), ""
     return None, f"{base.name} is not on this machine; pass its config.json with --model"
+
+
+def _print_catalogue(config: ClusterConfig, nodes: list[Node]) -> None:
+    """Print the slots that all base models share, the memory of each, and how many fit at once."""
+    served = config.served()
+    made = shared_plan(config, served, nodes)
+    print(render(made))
+    plans: dict[str, MemoryPlan] = {}
+    complaints: dict[str, list[str]] = {}
+    for name, own in served.items():
+        shape, reason = _shape(own, None)
+        if shape is None:
+            print(f"\n{name}: no memory plan: {reason}")
+            continue
+        plans[name], complaints[name] = checked(own, shape, part_of(made, own.name), nodes)
+        print(f"\n{name}\n{render_memory(plans[name], complaints[name])}")
+    for name, found in complaints.items():
+        refuse(served[name], found)
+    if len(plans) == len(served):
+        print(f"\nbase models: {parking_plan(config.parking, plans).text}")
 
 
 def _cluster_of(path: Path, overrides: Sequence[str]) -> ClusterConfig:

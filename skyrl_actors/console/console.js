@@ -127,6 +127,13 @@ function drawCards(state) {
 
 function drawTables(state) {
   const missing = state.key === "missing", unseen = "an API key shows what is yours";
+  const bases = Object.entries(state.base_models || {});
+  at("of_bases").hidden = !bases.length;
+  table("base_models", [
+    ["base model", ([name]) => name], ["place", ([, b]) => b.place], ["phase", ([, b]) => b.phase || ""],
+    ["running", ([, b]) => number(b.running), "number"], ["waiting", ([, b]) => number(b.waiting), "number"],
+    ["fault", ([, b]) => b.fault || ""],
+  ], bases, "");
   table("engines", [
     ["engine", (e) => e.name], ["state", (e) => e.state, "state"], ["full weights", (e) => e.version ?? (e.state === "HEALTHY" ? "dropped" : "")],
     ["adapters", (e) => number(e.adapters), "number"], ["asleep", (e) => e.asleep ? "yes" : ""], ["running", (e) => number(e.running), "number"],

@@ -37,6 +37,10 @@ STATUS = {
         {"name": "engine[0]", "state": "HEALTHY", "version": "s1kaaaaaaaaaa:train:0@3"},
         {"name": "engine[1]", "state": "s2kbbbbbbbbbb did not answer", "version": "base"},
     ],
+    "base_models": {
+        "a": {"place": "device", "fault": None},
+        "b": {"place": "disk", "fault": "load failed: s2kbbbbbbbbbb …"},
+    },
     "groups": {
         "policy": {"state": "up", "ranks": 1, "pids": [7]},
         "critic": {"state": "died of s2kbbbbbbbbbb; last lines: …", "ranks": 1, "pids": []},
@@ -62,6 +66,8 @@ def test_each_viewer_sees_totals_and_its_own_objects():
         "base",
     ] and everything["engines"] == STATUS["engines"]
     assert everything["groups"] == STATUS["groups"]
+    assert everything["base_models"] == STATUS["base_models"]
+    assert [base["fault"] for base in ann["base_models"].values()] == [None, "cannot be loaded"]
     assert nobody["groups"] == {
         "policy": {"state": "up", "ranks": 1},
         "critic": {"state": "down", "ranks": 1},
