@@ -7,6 +7,7 @@ from pathlib import Path
 from placement.reserve import cluster_nodes
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.memory_demands import memory_plan, shape_in
+from skyrl_actors.backends.monitoring import CountsExport
 from skyrl_actors.backends.parkable import ParkableBackend
 from skyrl_actors.backends.parking_plan import parking_plan
 from skyrl_actors.backends.proved_bases import ProvedBases, capabilities_of
@@ -35,6 +36,7 @@ class RayBaseModelFactory:
         self._proved = ProvedBases(config.journal.folder)
         self._sites: dict[str, Site] = {}
         self._slots: SlotWatch | None = None
+        self._counts: CountsExport | None = None
 
     @property
     def lost(self) -> str | None:
@@ -45,6 +47,7 @@ class RayBaseModelFactory:
         self._sites = await shared_sites(
             self._config, self._served, self._folders, self._report, self._detached
         )
+        self._counts = CountsExport(self._config.name)
         self._slots = SlotWatch(next(iter(self._sites.values())).reserved)
         parking, nodes = self._config.parking, cluster_nodes()
         room = parking_plan(
@@ -82,9 +85,15 @@ class RayBaseModelFactory:
         await asyncio.to_thread(self._proved.store, self._served[name], self._folders[name], able)
 
     async def detach(self) -> None:
+        self._end_counts()
         if self._slots is not None:
             await self._slots.detach()
 
+    def _end_counts(self) -> None:
+        if self._counts is not None:
+            self._counts.close()
+
     def release(self) -> None:
+        self._end_counts()
         if self._slots is not None:
             self._slots.release()

@@ -23,8 +23,30 @@ SHOWN_PHASES = 200
 OF_ENGINES = ("running", "waiting", "kv_usage", "prefix_hit_rate", "weight_version")
 
 
+class CountsExport:
+    """Export the counters and gauges of this process every EVERY_S seconds."""
+
+    def __init__(self, service: str):
+        self._exporter = Exporter(service)
+        self._task = asyncio.create_task(self._report())
+
+    async def _report(self) -> None:
+        while True:
+            self._exporter.set("rss_bytes", resident_bytes(psutil.Process()), actor="controller")
+            for name, value in COUNTS.levels().items():
+                self._exporter.set(name, value)
+            self._exporter.totals(COUNTS)
+            await asyncio.sleep(EVERY_S)
+
+    def close(self) -> None:
+        self._task.cancel()
+
+
 class Monitoring:
-    """Read the state of groups, engines and phases; export it every EVERY_S seconds."""
+    """Read the state of groups, engines and phases; export it every EVERY_S seconds.
+
+    `with_counts`: also export those of this process, which has no other `Monitoring` then.
+    """
 
     def __init__(
         self,
@@ -32,7 +54,9 @@ class Monitoring:
         groups: list[GroupSupervisor],
         engines: EnginePool,
         phase_lock: PhaseLock,
+        with_counts: bool = True,
     ):
+        self._counts = CountsExport(service) if with_counts else None
         self._groups = groups
         self._engines = engines
         self._phase_lock = phase_lock
@@ -130,7 +154,6 @@ class Monitoring:
 
     def _export(self, found: dict[str, Any]) -> None:
         export = self._exporter
-        export.set("rss_bytes", found["controller_rss_bytes"], actor="controller")
         for role, group in found["groups"].items():
             export.set("restarts", group["restarts"], actor=role)
             export.set("refused_calls", group["refused"], actor=role)
@@ -152,12 +175,11 @@ class Monitoring:
             export.total("move_bytes", self._phase_lock.move_bytes.get(move, 0), move=move)
         for move, failures in self._phase_lock.failures.items():
             export.total("move_failures", failures["total"], move=move)
-        for name, value in COUNTS.levels().items():
-            export.set(name, value)
-        export.totals(COUNTS)
 
     def close(self) -> None:
         self._task.cancel()
+        if self._counts is not None:
+            self._counts.close()
 
 
 def number_of(version: str | None) -> int:

@@ -141,7 +141,8 @@ class RunningParts:
     def monitoring(self) -> Monitoring:
         """Begin to export the state of the started parts."""
         groups = list(self.groups.values())
-        return Monitoring(self._config.name, groups, self.engines, self.phase_lock)
+        alone = not self._parks
+        return Monitoring(self._config.name, groups, self.engines, self.phase_lock, alone)
 
     async def park(self) -> None:
         """Move all memory off the devices, until `resume`."""

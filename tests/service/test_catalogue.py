@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from tinker import types
 from tests.conftest import run_cli
 from tests.service.own_service import own_service
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CONFIG = "configs/cpu_catalogue.yaml"
 BASES = {"tiny": "skyrl-actors/tiny", "tiny_moe": "skyrl-actors/tiny-moe", "tiny_vl": ""}
 BASES["tiny_vl"] = "skyrl-actors/tiny-vl"
 # One call at a time in each pass and batch, so that no answer depends on what it ran with.
 ALONE = ("policy.share_passes=false", "engine.max_num_seqs=1", "critic=null")
 ENGINE = ("engine.max_model_len=512", "engine.kv_cache_bytes=134217728")
-ROUNDS = 8
+ROUNDS = 6
 
 
 async def trained(
@@ -66,9 +67,14 @@ def kill(pid: int) -> None:
 
 def parked_rank(name: str) -> int:
     """Return the process of a training rank whose base model is parked."""
-    found = status(name)
-    parked = [base for base, row in found["base_models"].items() if row["place"] == "host"]
-    return found["groups"][f"{parked[0]} policy"]["pids"][0]
+    for _ in range(60):
+        found = status(name)
+        for base, row in found["base_models"].items():
+            group = found["groups"].get(f"{base} policy")
+            if row["place"] == "host" and group and group["pids"]:
+                return group["pids"][0]
+        time.sleep(0.5)
+    raise AssertionError("no base model was parked")
 
 
 def one_process(title: str) -> int:
