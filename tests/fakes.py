@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ class FakeBackend:
 
     async def ready(self, spec: ModelSpec) -> None:
         pass
+
+    def holding(self, base_model: str) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def residents(self) -> dict[str, int]:
         return dict(self.numbers)

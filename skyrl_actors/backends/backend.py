@@ -9,6 +9,7 @@ last number returns the first answer, and a model in another state raises StateL
 """
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,6 +120,10 @@ class Backend(Protocol):
 
         Raises InternalError, with the ranks' last log lines, when they keep dying.
         """
+        ...
+
+    def holding(self, base_model: str) -> AbstractAsyncContextManager[None]:
+        """Return a context in which this task's calls on a base model do not wait for others."""
         ...
 
     async def residents(self) -> dict[str, int]:

@@ -5,17 +5,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from placement.reserve import cluster_nodes
+from placement.types import Node
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.memory_demands import memory_plan, shape_in
 from skyrl_actors.backends.monitoring import CountsExport
 from skyrl_actors.backends.parkable import ParkableBackend
-from skyrl_actors.backends.parking_plan import parking_plan
+from skyrl_actors.backends.parking_plan import ParkingPlan, parking_plan
 from skyrl_actors.backends.proved_bases import ProvedBases, capabilities_of
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.backends.site import Site, shared_sites
 from skyrl_actors.backends.slots import SlotWatch
 from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.messages.errors import ConfigError
 
 
 class RayBaseModelFactory:
@@ -50,13 +52,11 @@ class RayBaseModelFactory:
         self._counts = CountsExport(self._config.name)
         self._slots = SlotWatch(next(iter(self._sites.values())).reserved)
         parking, nodes = self._config.parking, cluster_nodes()
-        room = parking_plan(
-            parking,
-            {
-                name: memory_plan(own, shape_in(self._folders[name]), self._sites[name].plan, nodes)
-                for name, own in self._served.items()
-            },
-        )
+        try:
+            room = self._room(nodes)
+        except ConfigError:
+            self.release()
+            raise
         self._report(f"base models: {room.text}")
         return Residency(
             room.sizes,
@@ -64,6 +64,15 @@ class RayBaseModelFactory:
             min_residence_s=parking.min_residence_s,
             idle_s=parking.idle_s,
             max_loaded=room.max_loaded,
+        )
+
+    def _room(self, nodes: list[Node]) -> ParkingPlan:
+        return parking_plan(
+            self._config.parking,
+            {
+                name: memory_plan(own, shape_in(self._folders[name]), self._sites[name].plan, nodes)
+                for name, own in self._served.items()
+            },
         )
 
     def build(self, name: str) -> ParkableBackend:

@@ -19,6 +19,7 @@ from skyrl_actors.workers.interface import RankUsage
 
 log = logging.getLogger(__name__)
 EVERY_S = 15.0
+EXPORTERS: dict[str, Exporter] = {}  # of the counts of this process, by service
 SHOWN_PHASES = 200
 OF_ENGINES = ("running", "waiting", "kv_usage", "prefix_hit_rate", "weight_version")
 
@@ -27,7 +28,8 @@ class CountsExport:
     """Export the counters and gauges of this process every EVERY_S seconds."""
 
     def __init__(self, service: str):
-        self._exporter = Exporter(service)
+        # Kept, because the totals of this process go on if its controller is built again.
+        self._exporter = EXPORTERS.setdefault(service, Exporter(service))
         self._task = asyncio.create_task(self._report())
 
     async def _report(self) -> None:

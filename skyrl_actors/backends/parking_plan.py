@@ -48,7 +48,14 @@ def parking_plan(parking: ParkingConfig, plans: Mapping[str, MemoryPlan]) -> Par
         return ParkingPlan(dict.fromkeys(sizes, 1), most, max_loaded, most)
     if usable is None:
         return ParkingPlan(sizes, None, max_loaded)
-    return ParkingPlan(sizes, usable - _most(parked.values(), max_loaded), max_loaded)
+    capacity = usable - _most(parked.values(), max_loaded)
+    if capacity < max(sizes.values()):
+        raise ConfigError(
+            f"parking.max_loaded is {max_loaded}, and beside what that many keep on a device "
+            f"{capacity / GIB:.2f} GiB are free; the largest base model needs "
+            f"{max(sizes.values()) / GIB:.2f}: lower parking.max_loaded"
+        )
+    return ParkingPlan(sizes, capacity, max_loaded)
 
 
 def _max_loaded(

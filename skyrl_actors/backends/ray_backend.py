@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,9 +21,8 @@ from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.own_engines import NO_FULL_WEIGHTS
 from skyrl_actors.groups.actor_group import ActorGroup
-from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, PartDown, StateLost
+from skyrl_actors.messages.errors import InvalidRequest, PartDown, StateLost
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
@@ -79,7 +78,8 @@ class RayBackend:
 
     async def _started(self, plan: Plan) -> Capabilities:
         self._monitoring = self.parts.monitoring()
-        info = (await self.parts.groups["policy"].up()).info
+        policy = self.parts.groups["policy"]
+        info = (policy.group or await policy.up()).info
         assert info is not None
         self.parts.engines.logprob_check.vocab_size = info.vocab_size
         facts = Facts(
@@ -99,6 +99,9 @@ class RayBackend:
 
     async def ready(self, spec: ModelSpec) -> None:
         await self.parts.groups[spec.role].up()
+
+    def holding(self, base_model: str) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def residents(self) -> dict[str, int]:
         return await self.parts.residents()
@@ -136,21 +139,8 @@ class RayBackend:
                 and spec.role == "policy"
                 and self.parts.delivery.transfer.materialize == "lazy"
             ):
-                await self._write_versions(supervisor, group, spec.model_id, leaves == "model")
+                await self.parts.write_versions(spec.model_id, leaves == "model")
             return await supervisor.guarded(work(group))
-
-    async def _write_versions(
-        self, supervisor: GroupSupervisor, group: ActorGroup, model_id: str, all_of_them: bool
-    ) -> None:
-        """Write versions before their weights change. One that fails is recomputed on request."""
-        try:
-            await supervisor.guarded(
-                group.write_versions(model_id, () if all_of_them else self.parts.engines.needless())
-            )
-        except StateLost:
-            raise
-        except InternalError as error:
-            self._report(f"versions of {model_id} were not written: {error}")
 
     async def create_model(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
         async def work(group: ActorGroup) -> None:

@@ -103,6 +103,8 @@ class RunningParts:
 
         Parts that can be parked are started, because `take_over` has ended those that ran.
         """
+        if self._parks:  # what an end that failed has left
+            await remote.end_named(remote.names_with(f"{self._config.name}:"))
         plan, standby_runs = await self._prepare(epoch)
         attached = not self._parks and await self._attach()
         if not attached:
@@ -125,18 +127,37 @@ class RunningParts:
         plan, standby_runs = await self._prepare(epoch)
         groups = await asyncio.gather(*(each.take_over() for each in self.groups.values()))
         engines = zip(self.engines.engines, await self.engines.take_over(), strict=True)
-        if not all((*groups, *(runs for engine, runs in engines if engine.managed))):
+        all_run = all((*groups, *(runs for engine, runs in engines if engine.managed)))
+        if all_run:
+            offloader = offloader_for(self._config, self.groups, self.engines)
+            self.phase_lock = phase_lock_for(self._config, offloader, Phase.IDLE, parks=True)
+            await self.park()  # first, so that a part that restarts stays away from the devices
+            await offloader.as_taken_over(Phase.IDLE)
+        if not all_run or not self._all_up():
             await self.close()
             await remote.end_named(remote.names_with(f"{self._config.name}:"))
             return None
-        offloader = offloader_for(self._config, self.groups, self.engines)
-        self.phase_lock = phase_lock_for(self._config, offloader, Phase.IDLE, parks=True)
-        await offloader.as_taken_over(Phase.IDLE)
-        await self.park()
         self._versions_may_be_live = True
         if self._standby is not None and not standby_runs:
             self._standby.start_later()
         return plan
+
+    async def write_versions(self, model_id: str, all_of_them: bool) -> None:
+        """Write versions before their weights change. One that fails is recomputed on request."""
+        policy = self.groups["policy"]
+        group = policy.group
+        assert group is not None
+        needless = () if all_of_them else self.engines.needless()
+        try:
+            await policy.guarded(group.write_versions(model_id, needless))
+        except StateLost:
+            raise
+        except InternalError as error:
+            self._report(f"versions of {model_id} were not written: {error}")
+
+    def _all_up(self) -> bool:
+        groups = all(each.group and each.down is None for each in self.groups.values())
+        return groups and all(e.health == "HEALTHY" for e in self.engines.engines if e.managed)
 
     def monitoring(self) -> Monitoring:
         """Begin to export the state of the started parts."""
@@ -151,10 +172,14 @@ class RunningParts:
     async def resume(self) -> None:
         """Let memory onto the devices again. Each part is loaded when it is needed."""
         await self._parked.aclose()
-        if self._versions_may_be_live:
+        if not self._versions_may_be_live:
+            return
+        self._versions_may_be_live = False
+        try:
             async with self.phase_lock.hold(Phase.TRAIN):
                 await self._write_live_versions()
-            self._versions_may_be_live = False
+        except InternalError as error:  # they are computed again on request
+            self._report(f"versions of an earlier controller were not written: {error}")
 
     async def _write_live_versions(self) -> None:
         """Write versions that an earlier config may have left only as live weights."""
@@ -329,7 +354,6 @@ class RunningParts:
 
     async def close(self) -> None:
         """End the parts, and free the slots unless others have them too."""
-        await self._parked.aclose()
         try:
             if self._engines is not None:
                 await self._engines.stop(STOP_TIMEOUT_S)
@@ -342,5 +366,6 @@ class RunningParts:
                 self._report(f"the {supervisor.role} group did not stop cleanly: {error}")
         if self._standby is not None:
             await self._standby.close()
+        await self._parked.aclose()  # last, so that no part comes to the devices meanwhile
         if self._slots is not None:
             self._slots.release()

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import Context
 from typing import Any
 
 from skyrl_actors.colocation.residency import Residency, Step
@@ -55,7 +56,7 @@ class ResidenceLock:
             self._advance()
 
     def wait_s(self, base: str) -> float | None:
-        """Estimate how long a request of this base model waits now; None if it does not."""
+        """Estimate how long a request of this base model waits now; None if none does."""
         if not self._waiters.get(base):
             return None
         return self.residency.wait_s(base, self._now())
@@ -125,7 +126,7 @@ class ResidenceLock:
         found = self.residency.next(self._now())
         if isinstance(found, Step):
             self.residency.begin(found)
-            self._running = asyncio.create_task(self._run(found))
+            self._running = asyncio.create_task(self._run(found), context=Context())
         elif found is not None:
             pause_s = max(found - self._now(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(pause_s, self._advance)
@@ -134,7 +135,7 @@ class ResidenceLock:
         began = self._now()
         (error,) = await asyncio.gather(self._carry(step), return_exceptions=True)
         if isinstance(error, BaseException):
-            self._failed(step, error)
+            self._failed(step, error, self._now() - began)
         else:
             self._failures.pop(step.base, None)
             self._errors.pop(step.base, None)
@@ -150,9 +151,10 @@ class ResidenceLock:
             else:
                 ticket.set_result(None)
 
-    def _failed(self, step: Step, error: BaseException) -> None:
+    def _failed(self, step: Step, error: BaseException, seconds: float) -> None:
         failures = self._failures[step.base] = self._failures.get(step.base, 0) + 1
-        pause_s = pause_after(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        # A base model that cannot be loaded must not take the devices for most of the time.
+        pause_s = max(pause_after(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S), seconds)
         self._errors[step.base] = f"{step.action} failed: {error}"
         log.error("base model %s: %s failed: %s", step.base, step.action, error)
         self.residency.fail(step, self._now(), pause_s)

@@ -58,6 +58,7 @@ class BaseState:
     waiting: int = 0
     waits_since: float = 0.0  # the oldest of those that wait
     came_at: float = 0.0  # on the device
+    came_s: float = 0.0  # how long that took
     used_at: float = 0.0  # last
     is_leaving: bool = False
     rests_until: float = 0.0  # after a failed move
@@ -116,14 +117,15 @@ class Residency:
         """Return the next step, or when to ask again, or None until a request arrives or leaves."""
         if self.moving is not None:
             return None
-        for base in self.bases.values():
-            if base.is_leaving and not base.users:
+        free = [base for base in self.bases.values() if base.is_leaving and not base.users]
+        for base in free:
+            if base.rests_until <= now:
                 return Step("park", base.name)
         waiting = [base for base in self._queue() if base.place is not Place.DEVICE]
         ready = [base for base in waiting if base.rests_until <= now]
         if ready:
             return self._way_for(ready[0], now)
-        return min((base.rests_until for base in waiting), default=None)
+        return min((base.rests_until for base in (*waiting, *free)), default=None)
 
     def begin(self, step: Step) -> None:
         self.moving = step
@@ -133,7 +135,10 @@ class Residency:
         self.moving, base = None, self.bases[step.base]
         base.place, base.is_leaving = AFTER[step.action], False
         base.move_s[step.action] = seconds
-        return self._admitted(base, now) if base.place is Place.DEVICE else 0
+        if base.place is not Place.DEVICE:
+            return 0
+        base.came_s = seconds
+        return self._admitted(base, now)
 
     def fail(self, step: Step, now: float, pause_s: float) -> None:
         """Record a step that was not carried out; its base model rests for `pause_s`."""
@@ -144,10 +149,12 @@ class Residency:
         """Record where a base model is found."""
         self.bases[name].place = place
 
-    @property
-    def may_keep_loaded(self) -> bool:
-        """Whether processes may hold as many base models as they do now."""
-        return self._num_loaded <= self._max_loaded
+    def to_unload(self) -> Step | None:
+        """Return the step that makes room for one more loaded base model, if there is none."""
+        parked = [each for each in self.bases.values() if each.place is Place.HOST]
+        if self._num_loaded < self._max_loaded or not parked:
+            return None
+        return Step("unload", min(parked, key=lambda b: b.used_at).name)
 
     @property
     def _num_loaded(self) -> int:
@@ -155,7 +162,7 @@ class Residency:
 
     def turn_s(self, base: BaseState) -> float:
         """Return how long a used base model may stay while others wait."""
-        moved_s = base.move_s.get("wake", 0.0) + base.move_s.get("park", 0.0)
+        moved_s = base.came_s + base.move_s.get("park", 0.0)
         return max(self._min_residence_s, TURN_PER_MOVE * moved_s)
 
     def wait_s(self, name: str, now: float) -> float:
@@ -201,7 +208,7 @@ class Residency:
         parked = [each for each in self.bases.values() if each.place is Place.HOST]
         if parked:
             least = min(parked, key=lambda b: (b.waiting > 0, b.used_at))
-            return Step("unload", least.name)
+            return Step("unload", least.name) if least.rests_until <= now else least.rests_until
         return self._send_away(self._in_order_of_leaving()[:1], now)
 
     def _has_room_for(self, base: BaseState) -> bool:

@@ -267,9 +267,15 @@ def end_parts(name: str) -> None:
         remove_placement_group(get_placement_group(name))
 
 
+def transfer_folders(config: ClusterConfig) -> list[Path]:
+    """Return the folders of exported weights, one for each base model."""
+    return [own.transfer.folder / own.name for own in config.served().values()]
+
+
 def remove_scratch(config: ClusterConfig) -> None:
     """Remove exported weights from shared memory."""
-    remove_folder(config.transfer.folder / config.name)
+    for folder in transfer_folders(config):
+        remove_folder(folder)
 
 
 def remove_folder(folder: Path) -> None:

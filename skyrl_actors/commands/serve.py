@@ -54,7 +54,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
         state = {
             "started_ray": started_ray,
             "marks": [*ray_marks(), str(haproxy.folder(config.name))],
-            "transfer": str(config.transfer.folder / config.name),
+            "transfers": [str(folder) for folder in cluster.transfer_folders(config)],
         }
         state_file(config.name).write_text(json.dumps(state))
         asyncio.run(_start_controller(config, base_folders))
@@ -384,8 +384,8 @@ def stop(name: str) -> None:
         end_ray_session(state["marks"])
         cluster.forget_ray_address()
         haproxy.wait_for_end(name)
-    if "transfer" in state:
-        cluster.remove_folder(Path(state["transfer"]))
+    for folder in state.get("transfers", ()):
+        cluster.remove_folder(Path(folder))
     cluster.remove_folder(haproxy.folder(name))
     noted.unlink(missing_ok=True)
     note(f"{name} is stopped" if ran else f"no service named {name!r} was running here")

@@ -26,7 +26,7 @@ from skyrl_actors.remote import typed_ray
 STATE = (
     "name",
     "base_model.",
-    "base_models.",
+    "base_models",
     "journal.folder",
     "journal.url",
     "checkpoint_dir",

@@ -19,7 +19,7 @@ from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
-from skyrl_actors.config.served_bases import ParkingConfig, check_labels, keys_of
+from skyrl_actors.config.served_bases import ParkingConfig, check_labels, dumped, keys_of
 from skyrl_actors.config.strategies import (
     DeepSpeedStrategy,
     JaxStrategy,
@@ -258,7 +258,7 @@ class ClusterConfig(FrozenConfig):
         """Return the config of each base model, by its name. Its actors have the label too."""
         if not self.base_models:
             return {self.base_model.name: self}
-        common = self.model_dump(exclude_unset=True)
+        common = dumped(self)
         found: dict[str, ClusterConfig] = {}
         for label, entry in self.base_models.items():
             try:

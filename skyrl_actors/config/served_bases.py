@@ -66,6 +66,24 @@ def check_labels(base_models: Mapping[str, Keys]) -> None:
             raise ValueError(f"base_models.{label}.base_model is missing; it names the model")
 
 
+UNIONS = ("transfer", "strategy", "full_strategy")  # sections whose keys follow from their type
+
+
+def dumped(config: FrozenConfig) -> Keys:
+    """Return the keys that were set, and the type of every section that has one."""
+    found: Keys = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        is_set = name in config.model_fields_set
+        if isinstance(value, FrozenConfig):
+            below = dumped(value)
+            if is_set or name in UNIONS:
+                found[name] = below
+        elif is_set or name == "type":
+            found[name] = value
+    return found
+
+
 def keys_of(common: Keys, entry: Keys) -> Keys:
     """Return the keys of one base model's config: those of the service, overridden by its own."""
     shared = {k: v for k, v in common.items() if k not in ("base_models", "parking", "base_model")}
@@ -79,8 +97,8 @@ def _merged(below: Keys, above: Keys) -> Keys:
         if isinstance(value, dict) and isinstance(under, dict):
             one, other = cast(Keys, under), cast(Keys, value)
             # Another type of a union has other keys.
-            is_same = "type" not in other or other["type"] == one.get("type")
-            found[key] = _merged(one, other) if is_same else other
+            is_other = key in UNIONS and other.get("type", one.get("type")) != one.get("type")
+            found[key] = other if is_other else _merged(one, other)
         else:
             found[key] = value
     return found

@@ -8,6 +8,7 @@ a longer wait.
 import asyncio
 import logging
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger
 from skyrl_actors.controller.operations import Op, Outcome, failed
@@ -140,10 +141,13 @@ class Lanes:
         verb, attempts, faults = verb_of_model(request), 0, 0
         while True:
             try:
-                if attempts or faults or progress.suspect:
-                    await self._bring_back(op, request, progress)
-                op.after = progress.position
-                outcome = await verb.execute(op, request, self.context)
+                is_first = not (attempts or faults or progress.suspect)
+                # A restored model could lose its state again before the operation runs.
+                async with self._holding(op, is_first or verb.needs != "state"):
+                    if not is_first:
+                        await self._bring_back(op, request, progress)
+                    op.after = progress.position
+                    outcome = await verb.execute(op, request, self.context)
                 if verb.reads_files(request):
                     await self._snapshot_loaded(op, progress)
                 return outcome
@@ -167,6 +171,9 @@ class Lanes:
                 )
                 if faults >= FAULTY_ATTEMPTS or not verb.is_repeatable:
                     raise
+
+    def _holding(self, op: Op, not_needed: bool) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if not_needed else self.context.backend.holding(op.base_model)
 
     async def _snapshot_loaded(self, op: Op, progress: Progress) -> None:
         """Write a snapshot of loaded state before the answer.

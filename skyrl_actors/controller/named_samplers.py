@@ -56,11 +56,11 @@ class NamedSamplers:
 
     async def base_of(self, base_model: str | None, path: str | None, bases: ServedModels) -> str:
         """Return the base model of a sampler. Raises UserError."""
-        if base_model is None and path is None:
+        if not base_model and path is None:
             raise InvalidRequest(
                 "the request has neither base_model nor model_path; send one of them"
             )
-        if base_model is not None or len(bases.names) == 1:
+        if base_model or len(bases.names) == 1:
             return bases.of(base_model or "").base_model
         spec = await self._context.disk.read(self._context.folders.spec, parse_path(path or ""))
         return bases.of(spec.base_model).base_model

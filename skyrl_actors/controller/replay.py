@@ -81,7 +81,8 @@ class Replayer:
                     if spec.lora or s.users or s.weights.version in wanted
                 ]
                 exports = {s.number: s.weights.version for s in lost if s.number is not None}
-                replayed = await self._rebuilt(spec, progress.position, exports)
+                async with self.backend.holding(spec.base_model):
+                    replayed = await self._rebuilt(spec, progress.position, exports)
                 break
             except (Corrupt, Unavailable):
                 raise

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 
 from skyrl_actors.controller.completions import EPOCH_BITS
 from skyrl_actors.controller.ledger import Ledger
@@ -59,7 +60,8 @@ async def load_tables(
             sampler_id=s.sampler_id,
             base_model=s.base_model,
             model_path=s.model_path,
-            weights=s.weights,
+            # Earlier versions did not write the base model of weights.
+            weights=replace(s.weights, base_model=s.weights.base_model or s.base_model),
             session_id=s.session_id,
             owner=s.owner,
             number=s.number,

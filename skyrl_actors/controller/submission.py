@@ -83,6 +83,7 @@ class Submission:
             digest=digest,
             request_id=request_id,
         )
+        op.base_model = base
         verb_of_model(request).accepted(request, self._context)
         self._lanes.start_next(model_id)
         return op.request_id
@@ -107,8 +108,7 @@ class Submission:
             if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
                 return known
             self._tenants.session(request.session_id)
-        # A checkpoint's own base model is known only after the checkpoint was read.
-        base = "" if request.from_path else request.spec.base_model
+        base = request.spec.base_model  # that of the checkpoint, if it starts from one
         check_spec(request.spec, self._context.configs.of(base), bases.of(base))
         self._context.capacity.check_key(model_id)
         self._tenants.models[model_id] = Model(

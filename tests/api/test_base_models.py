@@ -10,6 +10,7 @@ from tinker import types
 
 from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
+from skyrl_actors.controller import named_samplers
 from skyrl_actors.messages.weights import SamplerWeights
 from tests.api.local import AnsweringBackend, edge, posted, resolved
 from tests.api.test_pictures import FORM, as_json, datum, encoded, image, text
@@ -153,6 +154,48 @@ async def test_samples_use_the_base_model_of_their_sampler(tmp_path: Path, backe
             },
         )
         assert wrong.status_code == 422 and "belongs to base model 'other'" in wrong.text
+
+
+async def test_a_model_starts_from_a_checkpoint_of_its_own_base_model(
+    tmp_path: Path, backend: TwoBases
+):
+    async with edge(config_of(tmp_path), backend) as http:
+        other = await model_of(http, OTHER)
+        await resolved(http, "/save_weights", model_id=other, path="saved")
+        session = (await posted(http, "/create_session"))["session_id"]
+        loaded = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "path": f"tinker://{other}/weights/saved",
+        }
+        await resolved(http, "/load_weights", **loaded, optimizer=False)
+        assert backend.models[f"{session}:train:0"].base_model == OTHER
+
+
+async def test_samplers_of_an_earlier_version_keep_their_base_model(
+    tmp_path: Path, backend: TwoBases, monkeypatch: pytest.MonkeyPatch
+):
+    """It wrote the base model of a sampler, and not of its weights."""
+    config = config_of(tmp_path)
+    monkeypatch.setattr(
+        named_samplers, "SamplerWeights", lambda version, **_: SamplerWeights(version=version)
+    )
+    async with edge(config, backend) as http:
+        session = (await posted(http, "/create_session"))["session_id"]
+        opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": OTHER}
+        sampler = (await posted(http, "/create_sampling_session", **opened))["sampling_session_id"]
+    used: list[str] = []
+
+    class Noting(TwoBases):
+        async def sample(self, *arguments: Any) -> Any:
+            used.append(arguments[3].base_model)
+            return await super().sample(*arguments)
+
+    async with edge(config, Noting(str(tmp_path))) as http:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        asked = {"sampling_session_id": sampler, "prompt": prompt}
+        await resolved(http, "/asample", **asked, sampling_params={"max_tokens": 1})
+    assert used == [OTHER]
 
 
 async def test_a_waiting_client_reads_why(tmp_path: Path, backend: TwoBases):

@@ -16,7 +16,7 @@ from skyrl_actors.backends.proved_bases import Facts, ProvedBases
 from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.served_bases import ParkingConfig
-from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, PartDown
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -122,7 +122,7 @@ async def test_what_may_not_stay_loaded_goes_to_disk_after_its_proof():
     factory = FakeFactory("abc", max_loaded=1)
     backend, _ = await started(factory)
     ends = [text for text in factory.log if text.startswith("close")]
-    assert ends == ["close b", "close c"]
+    assert ends == ["close a", "close b"]
     assert (await backend.status())["base_models"]["b"]["place"] == "disk"
 
 
@@ -272,3 +272,79 @@ def test_facts_are_kept_for_the_same_config_and_libraries(tmp_path: Path):
     assert known.facts(config, tmp_path) is None
     (tmp_path / "journal" / "proved_bases.json").write_text("{")
     assert known.facts(config, tmp_path) is None, "a damaged file means that nothing is known"
+
+
+async def test_an_end_that_fails_does_not_stop_the_next_base_model():
+    factory = FakeFactory("ab", max_loaded=1)
+    factory.facts = {name: await _able(name) for name in "ab"}
+    backend, _ = await started(factory)
+    await backend.create_model(spec("a"), FIRST)
+
+    async def fails() -> None:
+        raise InternalError("the standby process did not end")
+
+    factory.built["a"].close = fails  # type: ignore[method-assign]
+    async with asyncio.timeout(5):
+        await backend.create_model(spec("b"), FIRST)
+        await backend.create_model(spec("a"), FIRST)
+
+
+async def test_a_base_model_is_unloaded_after_the_snapshots_that_it_writes():
+    factory = FakeFactory("ab", max_loaded=1)
+    backend, _ = await started(factory)
+    await backend.create_model(spec("a"), FIRST)
+    copy, release = await backend.copy_state(spec("a"), FIRST), asyncio.Event()
+
+    async def writes(*_: Any) -> None:
+        await release.wait()
+
+    factory.built["a"].write_state = writes  # type: ignore[method-assign]
+    writing = asyncio.create_task(backend.write_state(spec("a"), copy, "/folder"))
+    other = asyncio.create_task(backend.create_model(spec("b"), FIRST))
+    await asyncio.sleep(0.2)
+    assert not other.done() and not writing.done()
+    release.set()
+    await asyncio.wait_for(asyncio.gather(writing, other), 5)
+
+
+async def test_a_call_on_a_state_that_was_unloaded_meanwhile_says_so():
+    factory = FakeFactory("ab", max_loaded=1)
+    backend, _ = await started(factory)
+    await backend.create_model(spec("a"), FIRST)
+    await backend.create_model(spec("b"), FIRST)
+    with pytest.raises(PartDown, match="was loaded while this call waited"):
+        await backend.drop_gradients(spec("a"), FIRST)
+
+
+async def test_calls_of_one_task_may_hold_a_base_model_together():
+    factory = FakeFactory("ab")
+    backend, _ = await started(factory)
+    async with backend.holding("a"):
+        other = asyncio.create_task(backend.create_model(spec("b"), FIRST))
+        await asyncio.sleep(0.15)
+        async with backend.holding("a"):
+            await backend.create_model(spec("a"), FIRST)
+        await backend.create_model(spec("a", "second"), FIRST)
+        assert not other.done()
+    await asyncio.wait_for(other, 5)
+
+
+async def test_a_base_model_that_is_no_longer_served_is_refused_by_name():
+    backend, _ = await started(FakeFactory("ab"))
+    gone = SamplerWeights(version="base", base_model="c")
+    await backend.drop_sampler(gone)
+    with pytest.raises(InvalidRequest, match="base model 'c' is no longer served"):
+        await backend.sample("r1", (1,), SamplingParams(max_tokens=1), gone)
+
+
+async def test_clients_do_not_read_why_a_base_model_cannot_be_loaded():
+    factory = FakeFactory("ab", max_loaded=1)
+    factory.facts = {name: await _able(name) for name in "ab"}
+    factory.broken.add("b")
+    backend, _ = await started(factory)
+    waiting = asyncio.create_task(backend.create_model(spec("b"), FIRST))
+    while (said := backend.waiting("b")) is None or "cannot be loaded" not in said:
+        await asyncio.sleep(0.01)
+    assert "broke" not in said
+    with pytest.raises(InternalError):
+        await waiting

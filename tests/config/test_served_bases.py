@@ -54,6 +54,14 @@ def test_a_section_of_another_type_replaces_the_common_one():
     assert (a.transfer.type, b.transfer.type) == ("gloo", "shm")
 
 
+def test_a_repeated_type_keeps_the_common_keys_of_its_section():
+    common = {"engine": {"max_num_seqs": 7}, "transfer": {"folder": "/x"}}
+    own = {"engine": {"type": "vllm", "max_loras": 2}, "transfer": {"type": "shm"}}
+    (a,) = ClusterConfig.model_validate({**common, **bases(a=own)}).served().values()
+    assert (a.engine.max_num_seqs, a.engine.max_loras) == (7, 2)
+    assert a.transfer.folder == Path("/x/skyrl-actors")
+
+
 def test_a_resolved_catalogue_reads_back_equal(tmp_path: Path):
     config = load(CATALOGUE, ["policy.num_threads=1"])
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))

@@ -11,7 +11,12 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -383,6 +388,9 @@ class SimBackend:
             await self.machines.changed.wait()
         if self.dead:
             await asyncio.Event().wait()
+
+    def holding(self, base_model: str) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def residents(self) -> dict[str, int]:
         epoch = self.epoch
