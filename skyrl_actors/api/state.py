@@ -22,7 +22,7 @@ from skyrl_actors.transport.byte_budget import ByteBudget
 HEALTH_TIMEOUT_S = 5.0
 BODY_MEMORY_BYTES = 512 * 2**20  # of the large bodies that one process reads, and of the answers
 LONG_POLL_S = 30.0  # longest time that one poll for an answer is held open
-KNOWN_IDS = 100_000  # models and samplers whose base model one process remembers
+KNOWN_IDS = 100_000  # models and samplers whose base model one process stores
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
 
 

@@ -1,4 +1,4 @@
-"""The backend of a service with several base models, which take turns on the same devices.
+"""The backend of a service with several base models, which alternate on the same devices.
 
 A call waits until its base model is on the devices, and holds it there while it runs.
 """

@@ -21,7 +21,7 @@ class ParkingPlan:
     sizes: Mapping[str, int]
     capacity: int | None
     max_loaded: int | None
-    max_resident: int | None = None  # as the config says; sizes and capacity count base models then
+    max_resident: int | None = None  # from the config; sizes and capacity count base models then
 
     @property
     def text(self) -> str:

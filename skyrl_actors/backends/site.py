@@ -94,7 +94,7 @@ def check_memory(
     nodes: list[Node],
     report: Callable[[str], None],
 ) -> None:
-    """Report what does not fit the memory, or raise ConfigError, as the config says."""
+    """Report what does not fit the memory, or raise ConfigError, as configured."""
     _, complaints = checked(config, shape_in(base_folder), plan, nodes)
     refuse(config, complaints)
     for complaint in complaints:

@@ -309,7 +309,7 @@ class ClusterConfig(FrozenConfig):
         return self
 
     def _check_shared_slots(self, served: dict[str, "ClusterConfig"]) -> None:
-        """Raise ValueError unless these base models can take turns on the same devices."""
+        """Raise ValueError unless these base models can alternate on the same devices."""
         slots = {name: own.policy.num_ranks for name, own in served.items()}
         if len(set(slots.values())) > 1:
             counted = ", ".join(f"{name} has {count}" for name, count in slots.items())

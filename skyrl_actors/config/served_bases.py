@@ -23,7 +23,7 @@ LABEL = re.compile(r"[a-z0-9][a-z0-9_-]{0,20}")
 
 
 class ParkingConfig(FrozenConfig):
-    """How several base models take turns on the devices. It needs `base_models`."""
+    """How several base models alternate on the devices. It needs `base_models`."""
 
     min_residence_s: float = Field(
         default=10.0,

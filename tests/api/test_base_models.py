@@ -177,9 +177,11 @@ async def test_samplers_of_an_earlier_version_keep_their_base_model(
 ):
     """It wrote the base model of a sampler, and not of its weights."""
     config = config_of(tmp_path)
-    monkeypatch.setattr(
-        named_samplers, "SamplerWeights", lambda version, **_: SamplerWeights(version=version)
-    )
+
+    def without_base(version: str, **_: str) -> SamplerWeights:
+        return SamplerWeights(version=version)
+
+    monkeypatch.setattr(named_samplers, "SamplerWeights", without_base)
     async with edge(config, backend) as http:
         session = (await posted(http, "/create_session"))["session_id"]
         opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": OTHER}
@@ -187,7 +189,7 @@ async def test_samplers_of_an_earlier_version_keep_their_base_model(
     used: list[str] = []
 
     class Noting(TwoBases):
-        async def sample(self, *arguments: Any) -> Any:
+        async def sample(self, *arguments: Any) -> Any:  # type: ignore[override]
             used.append(arguments[3].base_model)
             return await super().sample(*arguments)
 

@@ -1,4 +1,4 @@
-"""Base models take turns on the devices: rules, failures, and a simulation with random clients."""
+"""Base models alternate on the devices: rules, failures, and a simulation with random clients."""
 
 import asyncio
 import random
