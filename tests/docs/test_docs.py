@@ -56,6 +56,9 @@ HELD_BY = {
         "tests/conftest.py: TINKER_BASE_URL"
     ),
     "skyrl-actors serve configs/cpu_tiny.yaml": "tests/conftest.py: configs/cpu_tiny.yaml",
+    "skyrl-actors serve configs/cpu_catalogue.yaml": (
+        "tests/service/test_catalogue.py: configs/cpu_catalogue.yaml"
+    ),
     "skyrl-actors stop": "tests/conftest.py: stop",
     "skyrl-actors train configs/jobs/grpo_tiny.yaml": "tests/jobs/test_commands.py: train",
     "skyrl-actors train configs/jobs/grpo_tiny_moe.yaml": (
