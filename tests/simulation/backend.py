@@ -581,11 +581,7 @@ class SimBackend:
         pass
 
     async def close(self) -> None:
-        """End the rank. A dead controller ends nothing."""
-        if not self.dead:
-            await self.parked.aclose()
-            self.is_here = False
-            self.machines.unload()
+        pass
 
     async def _alive(self) -> None:
         if self.dead:
@@ -683,6 +679,13 @@ class ParkableSim(SimBackend):
         await self._alive()
         assert not self.devices.resident, "memory stayed on the devices"
         self.is_here = False
+
+    async def close(self) -> None:
+        """End the rank. A dead controller ends nothing."""
+        if not self.dead:
+            await self.parked.aclose()
+            self.is_here = False
+            self.machines.unload()
 
     async def resume(self) -> None:
         await self._alive()
