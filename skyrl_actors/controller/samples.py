@@ -147,7 +147,7 @@ class Samples:
         with a machine's memory and are rebuilt. A restarting part and a checkpoint folder that
         cannot be read only delay the sample.
         """
-        deaths, rebuilds, unexplained, attempts = 0, 0, 0, self.config.restart.attempts
+        deaths, rebuilds, attempts = 0, 0, self.config.restart.attempts
         try:
             while True:
                 try:
@@ -166,10 +166,10 @@ class Samples:
                         ) from None
                 except InternalError as error:
                     rebuilds += 1
-                    # Without missing weights, they may have been rebuilt for others since.
-                    if not await self._rebuilt_weights(sampler):
-                        unexplained += not isinstance(error, WeightsGone)
-                    if rebuilds > attempts or unexplained > 1:
+                    # WeightsGone without missing weights: another sample has rebuilt them since.
+                    if rebuilds > attempts or not (
+                        await self._rebuilt_weights(sampler) or isinstance(error, WeightsGone)
+                    ):
                         raise
                     log.warning(
                         "sample %s is run again with weights that were lost: %s",

@@ -35,7 +35,7 @@ from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.groups.batcher import Batcher, Call
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import InternalError, PartDown, StateLost
+from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, WeightsGone
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
@@ -533,7 +533,8 @@ class SimBackend:
             await asyncio.Event().wait()
         found = self.machines.exports.get(weights.parts[0].path)
         if found is None:
-            raise InternalError(f"no adapter found for {weights.version}")
+            error = WeightsGone if isinstance(self, ParkableSim) else InternalError
+            raise error(f"no adapter found for {weights.version}")
         self.sampled.add(weights.parts[0].path)
         drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[
             : params.max_tokens
