@@ -5,7 +5,7 @@ A call waits until its base model is on the devices, and holds it there while it
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from skyrl_actors.backends.backend import BackendCopy, Mixture, ServedModels
@@ -13,7 +13,6 @@ from skyrl_actors.backends.loaded_bases import LoadedBases
 from skyrl_actors.backends.parkable import BaseModelFactory, ParkableBackend
 from skyrl_actors.colocation.residency import Place
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
@@ -221,13 +220,9 @@ class CatalogueBackend:
         return found
 
     async def detach(self) -> None:
-        await self._bases.stop()
-        await asyncio.gather(*(backend.detach() for backend in self._bases.backends.values()))
+        await self._bases.detach()
         await self._factory.detach()
 
     async def close(self) -> None:
-        await self._bases.stop()
-        for backend in self._bases.backends.values():
-            with suppress(InternalError):
-                await backend.close()
+        await self._bases.close()
         self._factory.release()

@@ -71,7 +71,7 @@ class LoadedBases:
             self.lock.residency.set_place(name, Place.HOST)
 
     async def _prove(self, name: str) -> None:
-        """Load a base model, which proves it, and park it or end its processes again."""
+        """Load a base model, which proves it, and park it."""
         self._report(f"base model {name}: loading it once, to prove that it can be served")
         lock = self.lock
         if (step := lock.residency.to_unload()) is not None:
@@ -108,10 +108,7 @@ class LoadedBases:
         self._report(f"base model {name}: its processes end, to make room for another")
         while self._writing[name]:
             await self._wrote.wait()
-        try:
-            await self.backends.pop(name).close()
-        except InternalError as error:  # the next load ends what is left
-            self._report(f"base model {name} did not end cleanly: {error}")
+        await self._close(name)
 
     async def _load(self, name: str) -> None:
         backend = self._build(name)
@@ -207,7 +204,23 @@ class LoadedBases:
                 except InternalError as error:
                     self._report(f"files of version {weights.version} were not freed: {error}")
 
-    async def stop(self) -> None:
-        """Stop moving base models."""
+    async def detach(self) -> None:
+        """Leave all base models where they are, for the next controller."""
+        await self._stop_moving()
+        await asyncio.gather(*(backend.detach() for backend in self.backends.values()))
+
+    async def close(self) -> None:
+        """End the processes of all base models."""
+        await self._stop_moving()
+        for name in list(self.backends):
+            await self._close(name)
+
+    async def _close(self, name: str) -> None:
+        try:
+            await self.backends.pop(name).close()
+        except InternalError as error:  # the next load, or `stop`, ends what is left
+            self._report(f"base model {name} did not end cleanly: {error}")
+
+    async def _stop_moving(self) -> None:
         if self._lock is not None:
             await self._lock.close()

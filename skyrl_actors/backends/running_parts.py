@@ -172,9 +172,9 @@ class RunningParts:
     async def resume(self) -> None:
         """Let memory onto the devices again. Each part is loaded when it is needed."""
         await self._parked.aclose()
-        if not self._versions_may_be_live:
+        may_be_live, self._versions_may_be_live = self._versions_may_be_live, False
+        if not may_be_live or self.delivery.transfer.materialize != "eager":
             return
-        self._versions_may_be_live = False
         try:
             async with self.phase_lock.hold(Phase.TRAIN):
                 await self._write_live_versions()

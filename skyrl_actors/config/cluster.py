@@ -293,7 +293,7 @@ class ClusterConfig(FrozenConfig):
                 raise ValueError("parking applies to several base models; leave it out")
             return self
         check_labels(self.base_models)
-        if self.base_model != TinyBase():
+        if "base_model" in self.model_fields_set:
             raise ValueError(
                 "base_model and base_models are both set; put base_model among base_models"
             )

@@ -187,7 +187,10 @@ def tags_of(schema: type[FrozenConfig]) -> tuple[str, ...]:
 
 def to_yaml(config: FrozenConfig) -> str:
     """Return the resolved config as YAML. `load` reads it back to an equal object."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    plain = config.model_dump(mode="json")
+    if plain.get("base_models"):  # these replace it
+        del plain["base_model"]
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
 def differing(before: str, now: str, leave: Sequence[str] = ()) -> list[str]:

@@ -7,7 +7,8 @@ import pytest
 
 from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.load import load, to_yaml
+from skyrl_actors.config.job import JobConfig
+from skyrl_actors.config.load import load, raw, to_yaml
 from skyrl_actors.messages.errors import ConfigError
 
 CATALOGUE = Path("configs/cpu_catalogue.yaml")
@@ -55,11 +56,14 @@ def test_a_section_of_another_type_replaces_the_common_one():
 
 
 def test_a_repeated_type_keeps_the_common_keys_of_its_section():
-    common = {"engine": {"max_num_seqs": 7}, "transfer": {"folder": "/x"}}
-    own = {"engine": {"type": "vllm", "max_loras": 2}, "transfer": {"type": "shm"}}
+    common = {"engine": {"max_num_seqs": 7}, "transfer": {"type": "disk", "folder": "/x"}}
+    own = {
+        "engine": {"type": "vllm", "max_loras": 2},
+        "transfer": {"type": "disk", "checksums": True},
+    }
     (a,) = ClusterConfig.model_validate({**common, **bases(a=own)}).served().values()
     assert (a.engine.max_num_seqs, a.engine.max_loras) == (7, 2)
-    assert a.transfer.folder == Path("/x/skyrl-actors")
+    assert a.transfer.folder == Path("/x/skyrl-actors") and a.transfer.checksums
 
 
 def test_a_resolved_catalogue_reads_back_equal(tmp_path: Path):
@@ -78,6 +82,7 @@ def test_a_resolved_catalogue_reads_back_equal(tmp_path: Path):
         ("base_models.Big.base_model.type=tiny", "a label has 1 to 21 small letters"),
         ("base_models.fourth.critic=null", "base_models.fourth.base_model is missing"),
         ("base_models.images.base_model.name=skyrl-actors/tiny", "each needs its own"),
+        ("base_model.type=tiny", "put base_model among base_models"),
         ("base_model.type=tiny_vl", "put base_model among base_models"),
         ("placement.layout=split", "share the devices"),
         ("parking.max_loaded=0", "greater than or equal to 1"),
@@ -102,11 +107,8 @@ def test_base_models_need_the_same_devices_and_memory_that_can_leave_them():
 def test_parking_needs_several_base_models_and_jobs_train_one():
     with pytest.raises(ValueError, match="applies to several base models"):
         ClusterConfig.model_validate({"parking": {"max_resident": 1}})
-    from skyrl_actors.config.job import JobConfig
-
-    with pytest.raises(ConfigError, match="a job trains one base model"):
-        load(
-            "configs/jobs/grpo_tiny.yaml",
-            ["cluster.base_models.a.base_model.type=tiny", "cluster.base_model.type=tiny"],
-            JobConfig,
-        )
+    plain = raw("configs/jobs/grpo_tiny.yaml", ())
+    del plain["cluster"]["base_model"]
+    plain["cluster"] |= bases(a={})
+    with pytest.raises(ValueError, match="a job trains one base model"):
+        JobConfig.model_validate(plain)
