@@ -84,6 +84,24 @@ def one_process(title: str) -> int:
     return found[-1]
 
 
+def ranks(found: dict[str, Any]) -> set[int]:
+    return {pid for group in found["groups"].values() for pid in group["pids"]}
+
+
+def controller_killed(name: str) -> None:
+    """Kill the controller. The next one takes over ranks of base models that are loaded."""
+    before = status(name)
+    kill(one_process("ControllerActor"))
+    for _ in range(60):
+        shown = run_cli("status", "--name", name, "--json").stdout
+        after = json.loads(shown) if shown.startswith("{") else {"ready": False}
+        if after["ready"] and after["epoch"] > before["epoch"]:
+            assert ranks(before) & ranks(after), "all ranks were started again"
+            return
+        time.sleep(0.5)
+    raise AssertionError("there was no next controller")
+
+
 async def killed_in_turn(name: str, begun: asyncio.Event) -> None:
     """Kill a parked rank, an engine that is loaded or runs, and the controller."""
     await begun.wait()
@@ -91,7 +109,7 @@ async def killed_in_turn(name: str, begun: asyncio.Event) -> None:
     await asyncio.sleep(4)
     kill(one_process("EngineActor"))
     await asyncio.sleep(6)
-    kill(one_process("ControllerActor"))
+    await asyncio.to_thread(controller_killed, name)
 
 
 async def in_one_service(name: str, url: str) -> dict[str, list[Any]]:
