@@ -6,7 +6,8 @@ the `device`. Requests use a base model while it is on the device; others wait. 
 * Waiting base models come to the device in the order in which they began to wait.
 * If there is no room, those leave that may: the longest unused ones first, then the ones that came
   first. One that is used stays for at least its turn. One that is not used stays for `idle_s`.
-* One that leaves admits no further requests. It is parked when the last of its requests has ended.
+* One that leaves admits no further requests. It is parked when the last of its requests has ended,
+  and stays if no other is wanted any more.
 * With `max_loaded`, the parked one that was not used for the longest time goes to disk when another
   is loaded.
 
@@ -20,7 +21,7 @@ from enum import StrEnum
 from typing import Literal
 
 TURN_PER_MOVE = 10.0
-Action = Literal["load", "wake", "park", "unload"]
+Action = Literal["load", "wake", "park", "unload", "stay"]
 
 
 class Place(StrEnum):
@@ -36,12 +37,13 @@ AFTER: dict[Action, Place] = {
     "wake": Place.DEVICE,
     "park": Place.HOST,
     "unload": Place.DISK,
+    "stay": Place.DEVICE,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One move of one base model."""
+    """One move of one base model. One that was to leave may "stay", which moves nothing."""
 
     action: Action
     base: str
@@ -117,11 +119,14 @@ class Residency:
         """Return the next step, or when to ask again, or None until a request arrives or leaves."""
         if self.moving is not None:
             return None
-        free = [base for base in self.bases.values() if base.is_leaving and not base.users]
+        waiting = [base for base in self._queue() if base.place is not Place.DEVICE]
+        leaving = [base for base in self.bases.values() if base.is_leaving]
+        if leaving and not waiting:
+            return Step("stay", leaving[0].name)
+        free = [base for base in leaving if not base.users]
         for base in free:
             if base.rests_until <= now:
                 return Step("park", base.name)
-        waiting = [base for base in self._queue() if base.place is not Place.DEVICE]
         ready = [base for base in waiting if base.rests_until <= now]
         if ready:
             return self._way_for(ready[0], now)
@@ -134,10 +139,10 @@ class Residency:
         """Record a step that was carried out. Return how many waiting requests may run now."""
         self.moving, base = None, self.bases[step.base]
         base.place, base.is_leaving = AFTER[step.action], False
-        base.move_s[step.action] = seconds
+        if step.action != "stay":
+            base.move_s[step.action] = base.came_s = seconds
         if base.place is not Place.DEVICE:
             return 0
-        base.came_s = seconds
         return self._admitted(base, now)
 
     def fail(self, step: Step, now: float, pause_s: float) -> None:

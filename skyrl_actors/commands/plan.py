@@ -22,6 +22,7 @@ from skyrl_actors.config.base_models import MadeBase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, top_level_keys
+from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.sizing.report import lines
 from skyrl_actors.sizing.search import choose
 
@@ -68,6 +69,11 @@ def _run_config(
     config = _cluster_of(path, overrides)
     nodes = nodes_for(gpus, nodes_file)
     if config.base_models:
+        if model is not None:
+            raise ConfigError(
+                "--model is for one base model, and this config has base_models; set "
+                "base_models.LABEL.base_model.path for those that are not on this machine"
+            )
         _print_catalogue(config, nodes)
         return
     made = plan_for(config, nodes)

@@ -69,6 +69,17 @@ def test_one_that_leaves_admits_no_more_and_is_parked_after_its_last_request():
     assert carried_out(bases, Step("wake", "a"), 15.0) == 1
 
 
+def test_one_that_was_to_leave_stays_if_no_other_is_wanted_any_more():
+    bases = residency({"a": 1, "b": 1})
+    bases.arrive("a", 0.0)
+    carried_out(bases, Step("load", "a"), 0.0)
+    bases.arrive("b", 1.0)
+    assert bases.next(10.0) is None and not bases.arrive("a", 11.0)
+    bases.give_up("b")
+    assert carried_out(bases, Step("stay", "a"), 12.0) == 1
+    assert bases.arrive("a", 13.0) and bases.next(1000.0) is None
+
+
 def test_as_many_are_on_the_devices_as_fit():
     bases = residency({"a": 4, "b": 4, "c": 7}, capacity=8)
     for name in "ab":

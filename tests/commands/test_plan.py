@@ -29,6 +29,8 @@ def test_the_plan_of_several_base_models_has_the_memory_of_each_and_of_all(
     assert "skyrl-actors:small/policy[0] 0.15" in printed
     assert "small\nmemory of a policy & engine device" in printed.replace("\n\n", "\n")
     assert "base models: on the devices as many as fit in" in printed and "2 loaded" in printed
+    with pytest.raises(ConfigError, match="--model is for one base model"):
+        plan.run(str(config), (), gpus="8xH100", model=Path("configs/shapes/qwen3-8b"))
     with pytest.raises(ConfigError, match="the memory plan does not fit"):
         plan.run(
             str(config), ("base_models.large.engine.kv_cache_bytes=68719476736",), gpus="8xH100"
