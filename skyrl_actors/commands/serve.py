@@ -384,7 +384,8 @@ def stop(name: str) -> None:
         end_ray_session(state["marks"])
         cluster.forget_ray_address()
         haproxy.wait_for_end(name)
-    for folder in state.get("transfers", ()):
+    # A service that was started by an earlier version has one folder, `transfer`.
+    for folder in (*state.get("transfers", ()), *filter(None, (state.get("transfer"),))):
         cluster.remove_folder(Path(folder))
     cluster.remove_folder(haproxy.folder(name))
     noted.unlink(missing_ok=True)
