@@ -57,7 +57,7 @@ HELD_BY = {
     ),
     "skyrl-actors serve configs/cpu_tiny.yaml": "tests/conftest.py: configs/cpu_tiny.yaml",
     "skyrl-actors serve configs/cpu_catalogue.yaml": (
-        "tests/service/test_catalogue.py: configs/cpu_catalogue.yaml"
+        "tests/service/test_several_base_models.py: configs/cpu_catalogue.yaml"
     ),
     "skyrl-actors stop": "tests/conftest.py: stop",
     "skyrl-actors train configs/jobs/grpo_tiny.yaml": "tests/jobs/test_commands.py: train",
