@@ -188,8 +188,11 @@ def tags_of(schema: type[FrozenConfig]) -> tuple[str, ...]:
 def to_yaml(config: FrozenConfig) -> str:
     """Return the resolved config as YAML. `load` reads it back to an equal object."""
     plain = config.model_dump(mode="json")
-    if plain.get("base_models"):  # these replace it
-        del plain["base_model"]
+    for service in (plain, plain.get("cluster", {})):
+        # Earlier versions have one base model only, so their configs stay comparable.
+        unused = ("base_model",) if service.get("base_models") else ("base_models", "parking")
+        for key in unused:
+            service.pop(key, None)
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 

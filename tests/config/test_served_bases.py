@@ -73,6 +73,14 @@ def test_a_resolved_catalogue_reads_back_equal(tmp_path: Path):
     assert again == config and again.served() == config.served()
 
 
+def test_a_config_of_an_earlier_version_equals_one_with_one_base_model():
+    """Otherwise its service could not be upgraded, nor its runs be resumed."""
+    job = load("configs/jobs/grpo_tiny.yaml", (), JobConfig)
+    for written in (to_yaml(ClusterConfig()), to_yaml(job)):
+        assert "base_models" not in written and "parking" not in written
+        assert "base_model:" in written
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
