@@ -69,6 +69,7 @@ PACKAGES: dict[str, set[str]] = {
         "backends",
         "clock",
         "config",
+        "heap",
         "journal",
         "losses",
         "messages",
@@ -82,6 +83,7 @@ PACKAGES: dict[str, set[str]] = {
         "commands",
         "config",
         "controller",
+        "heap",
         "losses",
         "messages",
         "observe",
@@ -110,6 +112,7 @@ PACKAGES: dict[str, set[str]] = {
     "placement": set(),
     "storage": {"messages"},
     "clock": set(),
+    "heap": set(),
     "torchvision_cpu": set(),
 }
 # Packages that may import only some modules of another package.

@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
+from skyrl_actors import heap
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.api.state import ApiState
@@ -61,4 +62,6 @@ class TinkerApi:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Serve calls this in the replica, after the constructor."""
-        return build_app(self.state)
+        app = build_app(self.state)
+        heap.keep_present_objects()
+        return app

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_actors import remote
+from skyrl_actors import heap, remote
 from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
@@ -81,6 +81,7 @@ class ControllerActor:
             undo.push_async_callback(self._start_over)
             able = await self.controller.start()
             undo.pop_all()
+        heap.keep_present_objects()
         self._watching = asyncio.create_task(self._reopen_when_lost())
         await remote.publish(
             self._arguments[0].name,

@@ -9,8 +9,9 @@ Neither defaults nor the encoding below may change.
 import hashlib
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -38,52 +39,57 @@ class RequestDigest(int):
 
 def digest_of(request: Request) -> RequestDigest:
     """Return a digest of 63 bits. Raises TypeError for a value of an unknown type."""
-    content = hashlib.blake2b(digest_size=8)
-    for part in _encoded(request):
-        content.update(part)
+    parts: list[bytes | memoryview] = []
+    _add(request, parts)
+    content = hashlib.blake2b(b"".join(parts), digest_size=8)
     digest = RequestDigest(int.from_bytes(content.digest()) >> 2 | PRESENT)
     digest.request = request
     return digest
 
 
-def _encoded(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield parts that contain their kind and length, so no two values have the same parts."""
+def _add(value: Any, parts: list[bytes | memoryview]) -> None:
+    """Add parts that contain their kind and length, so no two values have the same parts."""
     if isinstance(value, np.generic):
-        yield from _encoded(cast(Any, value).item())
+        _add(cast(Any, value).item(), parts)
     elif isinstance(value, np.ndarray):
         dense: NDArray[Any] = np.ascontiguousarray(cast(NDArray[Any], value))
         # By its checksum: a hash of a large batch would take many times as long.
         checksum = zlib.crc32(dense.reshape(-1).view(np.uint8).data)
-        yield f"a{dense.dtype.str}{dense.shape}{checksum};".encode()
+        parts.append(f"a{dense.dtype.str}{dense.shape}{checksum};".encode())
     elif isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
-        yield b"s%d:" % len(text) + text
+        parts.append(b"s%d:" % len(text) + text)
     elif isinstance(value, bytes):
-        yield b"b%d:" % len(value) + value
+        parts.append(b"b%d:" % len(value) + value)
     elif value is None or isinstance(value, bool | int | float):
-        yield _number(value)
+        parts.append(_number(value))
     elif isinstance(value, Mapping):
         mapping = cast(Mapping[Any, Any], value)
-        yield b"m%d:" % len(mapping)
+        parts.append(b"m%d:" % len(mapping))
         for key in sorted(mapping):
-            yield from _encoded(key)
-            yield from _encoded(mapping[key])
+            _add(key, parts)
+            _add(mapping[key], parts)
     elif isinstance(value, tuple | list):
         items = cast(Sequence[Any], value)
-        yield b"l%d:" % len(items)
-        yield from _items(items)
+        parts.append(b"l%d:" % len(items))
+        _add_items(items, parts)
     elif is_dataclass(cast(object, value)):
         given = {
-            field.name: getattr(value, field.name)
-            for field in fields(value)
-            if not _is_default(field, value)
+            field.name: item
+            for field in _fields_of(cast("type[Any]", type(value)))
+            if not _is_default(field, item := getattr(value, field.name))
         }
         if isinstance(value, LossCall):
             given["config"] = _options(value)
-        yield f"d{type(value).__name__}:".encode()
-        yield from _encoded(given)
+        parts.append(f"d{type(value).__name__}:".encode())
+        _add(given, parts)
     else:
         raise TypeError(f"no digest of a {type(cast(object, value)).__name__}")
+
+
+@cache
+def _fields_of(kind: type[Any]) -> "tuple[Field[Any], ...]":
+    return fields(kind)
 
 
 def _options(call: LossCall) -> dict[str, float | str]:
@@ -98,17 +104,17 @@ def _options(call: LossCall) -> dict[str, float | str]:
     }
 
 
-def _items(values: Sequence[Any]) -> Iterator[bytes | memoryview]:
-    """Encode a list of integers at once, and any other list item by item."""
+def _add_items(values: Sequence[Any], parts: list[bytes | memoryview]) -> None:
+    """Add a list of integers at once, and any other list item by item."""
     if set(map(type, values)) == {int}:
+        parts.append(b"q")
         try:
-            yield b"q"
-            yield memoryview(array("q", values)).cast("B")
+            parts.append(memoryview(array("q", values)).cast("B"))
             return
         except OverflowError:
             pass
     for value in values:
-        yield from _encoded(value)
+        _add(value, parts)
 
 
 def _number(value: float | None) -> bytes:
@@ -118,8 +124,7 @@ def _number(value: float | None) -> bytes:
     return b"n;" if value is None else b"i%d;" % int(value)
 
 
-def _is_default(field: "Field[Any]", owner: Any) -> bool:
-    value = getattr(owner, field.name)
+def _is_default(field: "Field[Any]", value: Any) -> bool:
     if field.default_factory is not MISSING:
         return bool(value == field.default_factory())
     if isinstance(value, np.ndarray):
@@ -167,7 +172,10 @@ def _shown_before(value: Any) -> str:
     if not is_dataclass(value):
         return repr(value)
     names = FIELDS_BEFORE[type(value).__name__].split()
-    if any(field.name not in names and not _is_default(field, value) for field in fields(value)):
+    if any(
+        field.name not in names and not _is_default(field, getattr(value, field.name))
+        for field in fields(value)
+    ):
         raise LookupError
     shown = ", ".join(f"{name}={_shown_before(getattr(value, name))}" for name in names)
     return f"{type(value).__name__}({shown})"

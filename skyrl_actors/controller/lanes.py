@@ -207,13 +207,9 @@ class Lanes:
         progress.suspect = False
 
     def _record_metrics(self, op: Op, outcome: Outcome) -> None:
-        record_metrics(
-            COUNTS,
-            op,
-            outcome,
-            {name: model.spec.role for name, model in self.tenants.models.items()},
-            self.context.admin.keys.label,
-        )
+        model = self.tenants.models.get(op.model_id or "")
+        role = "policy" if model is None else model.spec.role
+        record_metrics(COUNTS, op, outcome, role, self.context.admin.keys.label)
 
     def _fold(self, op: Op, outcome: Outcome, model: Model) -> None:
         """Record an outcome in the tables of models, before the answer is visible."""

@@ -18,12 +18,12 @@ def record_metrics(
     counts: Counts,
     op: Op,
     outcome: Outcome,
-    roles: dict[str, str],
+    role: str,
     label: Callable[[str], str] = str,
 ) -> None:
     """Count an operation, its times and its tokens.
 
-    `roles` maps live model ids to roles. `label` returns the name of an owner.
+    `role` is that of its model, "" for a sample. `label` returns the name of an owner.
     """
     request, result = op.request, outcome.result
     verb = _snake(type(request).__name__) if request is not None else "unread"
@@ -42,8 +42,8 @@ def record_metrics(
     owner = owner_of(op.request_id)
     tenant = label(owner) if owner else NOBODY
     for metric, value in verb_of(request).usage(request, result).items():
-        role = {"role": roles.get(op.model_id, "policy")} if op.model_id else {}
-        counts.add(metric, value, **role, tenant=tenant)
+        of_model = {"role": role} if role else {}
+        counts.add(metric, value, **of_model, tenant=tenant)
 
 
 def record_span(spans: Spans, op: Op, outcome: Outcome, answered: float) -> None:

@@ -9,7 +9,6 @@ from skyrl_actors.journal.entries import Blob, Operation
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import Corrupt, NotFound
 from skyrl_actors.messages.results import Failure, Ready, Result, without_routes
-from skyrl_actors.messages.sizes import size_of
 
 AT_ONCE_BYTES = 2**16
 COPIES = 2  # an answer from the journal takes its record's bytes and the decoded result
@@ -25,7 +24,7 @@ class Replies:
     async def ready(self, request_id: str) -> Result | Ready:
         """Return a small answer, or the size in bytes of a large one."""
         if (result := self._results.in_memory(request_id)) is not None:
-            num_bytes = size_of(result)
+            num_bytes = self._results.size_of(request_id)
             return result if num_bytes <= AT_ONCE_BYTES else Ready(num_bytes)
         operation, answer = await self._found(request_id)
         if answer.length > AT_ONCE_BYTES:

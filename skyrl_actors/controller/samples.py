@@ -124,7 +124,7 @@ class Samples:
             )
         del self._sampling[op.request_id]  # from here on it can no longer be cancelled
         self._cancelled.pop(op.request_id, None)
-        record_metrics(COUNTS, op, outcome, {}, self.context.admin.keys.label)
+        record_metrics(COUNTS, op, outcome, "", self.context.admin.keys.label)
         await self.ledger.answer(op, outcome)
         record_span(SPANS, op, outcome, time.monotonic())
         self.completions.note(

@@ -46,6 +46,10 @@ class ResultTable:
         future = self._futures.get(request_id)
         return future.result() if future is not None and future.done() else None
 
+    def size_of(self, request_id: str) -> int:
+        """Return the bytes of an answer in memory."""
+        return self._kept[owner_of(request_id)][request_id].num_bytes
+
     def open(self, request_id: str) -> None:
         """Add a request without an answer."""
         self._futures[request_id] = asyncio.get_running_loop().create_future()

@@ -34,6 +34,7 @@ class Write:
     """Entries that must become durable together, and the future that waits for them."""
 
     entries: tuple[Entry, ...]
+    num_bytes: int
     loop: asyncio.AbstractEventLoop
     done: "asyncio.Future[None]"
 
@@ -67,7 +68,8 @@ class GroupCommit:
         if self._closing:
             raise Unavailable("the journal is closed")
         loop = asyncio.get_running_loop()
-        write = Write(entries, loop, loop.create_future())
+        size = sum(map(_size, entries))
+        write = Write(entries, size, loop, loop.create_future())
         with self._mutex:
             self._waiting.append(write)
         loop.call_soon(self._next)  # later, so that other writes of this iteration share the commit
@@ -144,10 +146,11 @@ def _wake(writes: list[Write], refusal: SkyrlActorsError | None) -> None:
 
 def _take(waiting: deque[Write]) -> list[Write]:
     """Take the writes of the next pack: at least one, within the limits."""
-    taken, size = [waiting.popleft()], 0
+    taken = [waiting.popleft()]
+    size = taken[0].num_bytes
     while waiting and len(taken) < BATCH_ENTRIES:
-        size += sum(_size(entry) for entry in taken[-1].entries)
-        if size + sum(_size(entry) for entry in waiting[0].entries) > BATCH_BYTES:
+        size += waiting[0].num_bytes
+        if size > BATCH_BYTES:
             break
         taken.append(waiting.popleft())
     return taken

@@ -8,6 +8,7 @@ default. An unknown field is refused. The journal and RPC share this code.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -61,6 +62,17 @@ def types_in(*annotations: Any) -> tuple[type, ...]:
     return tuple(found)
 
 
+class _Fields:
+    """The fields of a dataclass, and a function that reads all of them at once."""
+
+    def __init__(self, cls: type):
+        self.names = tuple(one.name for one in fields(cls))
+        if len(self.names) > 1:
+            self.values: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.names)
+        else:
+            self.values = lambda value: tuple(getattr(value, name) for name in self.names)
+
+
 class TypeTable:
     """A closed set of dataclasses by name.
 
@@ -72,7 +84,7 @@ class TypeTable:
         for cls in types:
             if self.types.setdefault(cls.__name__, cls) is not cls:
                 raise TypeError(f"two message types have the name {cls.__name__}")
-        self._fields = {cls: tuple(f.name for f in fields(cls)) for cls in self.types.values()}
+        self._fields = {cls: _Fields(cls) for cls in self.types.values()}
         self._keeps_lists = keeps_lists
 
     def plain(self, value: Any, array: Callable[[Array], Any], depth: int = 0) -> Any:
@@ -88,11 +100,13 @@ class TypeTable:
         if depth == MOST_DEPTH:
             raise ValueError(f"values are nested more than {MOST_DEPTH} deep")
         depth += 1
-        if (names := self._fields.get(kind)) is not None:
+        if (of := self._fields.get(kind)) is not None:
             found: dict[Any, Any] = {TAG: kind.__name__}
-            for name in names:
-                item = getattr(value, name)
-                found[name] = item if type(item) in SCALARS else self.plain(item, array, depth)
+            found.update(zip(of.names, of.values(value), strict=True))
+            if not SCALARS.issuperset(map(type, found.values())):
+                for name, item in found.items():
+                    if type(item) not in SCALARS:
+                        found[name] = self.plain(item, array, depth)
             return found
         if isinstance(value, tuple | list):
             sequence = cast("list[Any]", value)
@@ -144,6 +158,8 @@ class TypeTable:
 
     def _values(self, found: dict[Any, Any], depth: int) -> dict[Any, Any]:
         _check_depth(depth)
+        if SCALARS.issuperset(map(type, found.values())):
+            return found
         for key, item in found.items():
             if type(item) not in SCALARS:
                 found[key] = self.built(item, depth + 1)

@@ -25,11 +25,31 @@ async def test_one_flooding_tenant_does_not_starve_another():
     assert order.index("other") < 8 and len(order) == 104
 
 
+class Scanning(FairSlots):
+    """Looks at all tenants for the one with the earliest clock. The reference for the heap."""
+
+    def _admit(self) -> None:
+        while ready := [tenant for tenant in self._tenants.values() if tenant.waiting]:
+            tenant = min(ready, key=lambda tenant: (tenant.clock, tenant.order))
+            place = tenant.waiting[0].place
+            if self._used and self._used + place.sequences > self._limit:
+                return
+            waiter = tenant.waiting.popleft()
+            self._now = max(self._now, tenant.clock)
+            self._used += place.sequences
+            tenant.held += 1
+            tenant.clock += place.tokens / place.weight
+            waiter.ready.set_result(None)
+
+
 async def served(
-    requests: list[tuple[str, int, int]], limit: int, took: int | None = None
+    requests: list[tuple[str, int, int]],
+    limit: int,
+    took: int | None = None,
+    kind: type[FairSlots] = FairSlots,
 ) -> list[str]:
     """Return the order in which concurrent requests (tenant, sequences, tokens) run."""
-    slots, order = FairSlots(limit), []
+    slots, order = kind(limit), []
 
     async def one(tenant: str, sequences: int, tokens: int) -> None:
         async with slots.hold(tenant, sequences, tokens) as place:
@@ -49,6 +69,18 @@ async def test_tenants_get_equal_tokens_not_equal_requests():
     assert order[:2] == ["large", "small"]
     first_half = order[: order.index("large", 2)]
     assert first_half.count("small") >= 160, "160 small requests have the tokens of a large one"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 5), st.integers(1, 9)), max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 9),
+)
+def test_the_earliest_clock_is_always_served_first(
+    requests: list[tuple[str, int, int]], limit: int, took: int
+):
+    expected = asyncio.run(served(requests, limit, took, Scanning))
+    assert asyncio.run(served(requests, limit, took)) == expected
 
 
 async def test_unused_tokens_of_a_sample_are_not_charged():

@@ -68,7 +68,7 @@ def test_an_answer_updates_its_counters():
         counts,
         op(critic, now - 3, now - 1),
         Outcome(LossOutput(offsets=np.zeros(1, np.int64), fields={}, metrics={})),
-        {"c": "critic"},
+        "critic",
     )
     output = SampleOutput(
         sequences=(
@@ -88,12 +88,12 @@ def test_an_answer_updates_its_counters():
             f"r{'0' * 8}k{'a' * 10}",
         ),
         Outcome(output),
-        {},
+        "",
     )
     record_metrics(
-        counts, op(OptimStep("c", None), now - 1, None), Outcome(Failure("x", "user")), {}
+        counts, op(OptimStep("c", None), now - 1, None), Outcome(Failure("x", "user")), "critic"
     )  # type: ignore[arg-type]
-    record_metrics(counts, op(None, now, now), Outcome(Failure("x")), {})
+    record_metrics(counts, op(None, now, now), Outcome(Failure("x")), "")
     found = {
         (name, *(value for _, value in tags)): total
         for (name, tags), total in counts.read().items()

@@ -7,7 +7,7 @@ from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import LARGEST_INT
 from skyrl_actors.controller.operations import Outcome
-from skyrl_actors.controller.pinning import change_of, change_text
+from skyrl_actors.controller.pinning import Change, change_of, change_text
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs.verb import Verb, VerbContext
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
@@ -42,13 +42,13 @@ class SampleVerb(Verb[Sample]):
         Raises NotFound when the sampler's checkpoint was deleted or saved again since it was
         opened.
         """
-        if (change := await context.disk.read(change_of, context.folders, sampler)) is not None:
+        if (change := await _change(sampler, context)) is not None:
             raise NotFound(change_text(sampler, change))
         output = await context.backend.sample(
             request_id, request.prompt, request.params, sampler.weights, request.pictures
         )
         # Checked again, because an engine may load the files at any time until it answers.
-        if await context.disk.read(change_of, context.folders, sampler) == "saved again":
+        if await _change(sampler, context) == "saved again":
             raise NotFound(change_text(sampler, "saved again"))
         return Outcome(output)
 
@@ -60,6 +60,12 @@ class SampleVerb(Verb[Sample]):
             return {}
         sampled = sum(len(one.tokens) for one in result.sequences)
         return {"prompt_tokens": len(request.prompt), "sampled_tokens": sampled}
+
+
+async def _change(sampler: Sampler, context: VerbContext) -> Change | None:
+    if sampler.model_path is None:  # without a checkpoint, so no thread is needed
+        return None
+    return await context.disk.read(change_of, context.folders, sampler)
 
 
 def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilities) -> None:
