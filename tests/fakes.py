@@ -95,6 +95,7 @@ class FakeBackend:
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         if "forward_backward" in self.failing:
             raise InternalError("forward_backward broke")

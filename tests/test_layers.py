@@ -27,6 +27,7 @@ PACKAGES: dict[str, set[str]] = {
     "journal": {"clock", "config", "messages", "migrations", "storage"},
     "groups": {
         "config",
+        "fair_queue",
         "jax_workers",
         "messages",
         "observe",
@@ -69,6 +70,7 @@ PACKAGES: dict[str, set[str]] = {
         "backends",
         "clock",
         "config",
+        "fair_queue",
         "heap",
         "journal",
         "losses",
@@ -112,6 +114,7 @@ PACKAGES: dict[str, set[str]] = {
     "placement": set(),
     "storage": {"messages"},
     "clock": set(),
+    "fair_queue": set(),
     "heap": set(),
     "torchvision_cpu": set(),
 }

@@ -144,7 +144,10 @@ class Backend(Protocol):
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
-    ) -> LossOutput: ...
+        weight: float = 1.0,
+    ) -> LossOutput:
+        """Compute a loss. `weight` is that of the model's tenant, for the order of calls."""
+        ...
 
     async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None: ...
 

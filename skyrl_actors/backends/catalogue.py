@@ -74,9 +74,12 @@ class CatalogueBackend:
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         async with self._bases.with_state(spec) as backend:
-            return await backend.forward_backward(spec, precondition, columns, loss, forward_only)
+            return await backend.forward_backward(
+                spec, precondition, columns, loss, forward_only, weight
+            )
 
     async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
         async with self._bases.with_state(spec) as backend:

@@ -166,12 +166,15 @@ class RayBackend:
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         model_id = spec.model_id
         return await self._on(
             spec,
             Phase.TRAIN,
-            lambda g: g.forward_backward(model_id, precondition, columns, loss, forward_only),
+            lambda g: g.forward_backward(
+                model_id, precondition, columns, loss, forward_only, weight
+            ),
         )
 
     async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None:

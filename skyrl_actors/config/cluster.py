@@ -36,6 +36,7 @@ from skyrl_actors.messages.model import ExpertLayout
 
 COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
 LEAST_COLLECTIVE_TIMEOUT_S = 30.0  # ranks connect within this time
+SAMPLES_IN_FLIGHT = 512  # the default for few engines
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -253,6 +254,12 @@ class ClusterConfig(FrozenConfig):
         It reads others from their files again.
         """
         return max(4 * self.lora.max_adapters, self.engine.max_loras)
+
+    @property
+    def samples_in_flight(self) -> int:
+        """Number of sequences in the engines at once. Further ones queue in the controller."""
+        at_once = self.engine.num_engines * self.engine.max_num_seqs
+        return self.limits.samples_in_flight or max(SAMPLES_IN_FLIGHT, at_once)
 
     def served(self) -> dict[str, "ClusterConfig"]:
         """Return the config of each base model, by its name. Its actors have the label too."""

@@ -316,10 +316,10 @@ class JobConfig(FrozenConfig):
                     f"job.max_tokens {job.max_tokens} leaves no tokens for a prompt, because "
                     f"cluster.engine.max_model_len is {self.cluster.engine.max_model_len}"
                 )
-            if job.samples_per_prompt > self.cluster.limits.samples_in_flight:
+            if job.samples_per_prompt > self.cluster.samples_in_flight:
                 raise ValueError(
                     f"job.samples_per_prompt {job.samples_per_prompt} is above "
-                    f"cluster.limits.samples_in_flight {self.cluster.limits.samples_in_flight}"
+                    f"cluster.limits.samples_in_flight {self.cluster.samples_in_flight}"
                 )
             self._can_sample_beside_learning(job)
         if job.lora_rank is not None and job.lora_rank > lora.max_rank:

@@ -63,11 +63,12 @@ class LimitsConfig(FrozenConfig):
     models_per_key: int = Field(
         default=64, ge=1, description="models of one API key that exist at once"
     )
-    samples_in_flight: int = Field(
-        default=512,
+    samples_in_flight: int | None = Field(
+        default=None,
         ge=1,
-        description="sequences in the engines at once, and the most of one request; others queue, "
-        "and the tenant with the fewest sampled tokens is first",
+        description="sequences in the engines of a base model at once, and the most of one "
+        "request; others queue, and the tenant with the fewest sampled tokens is first; "
+        "null = 512, or what the engines compute at once if that is more",
     )
     full_sampler_versions: int = Field(
         default=4,

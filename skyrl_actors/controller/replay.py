@@ -125,7 +125,7 @@ class Replayer:
 
     async def lost_samplers(self, model_id: str) -> list[Sampler]:
         """Return the model's unnamed samplers whose weights are missing."""
-        mine = [s for s in self.tenants.samplers.values() if s.owner == model_id]
+        mine = self.tenants.unnamed_samplers(model_id)
         return [s for s in mine if not await self.backend.has_sampler(s.weights)]
 
     async def _rebuild(

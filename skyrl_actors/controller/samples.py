@@ -54,7 +54,7 @@ class Samples:
         self.tasks = tasks
         # Those of one base model do not wait for those of another, which may be parked.
         self._slots = {
-            name: FairSlots(self.config.limits.samples_in_flight) for name in context.configs
+            name: FairSlots(context.configs.of(name).samples_in_flight) for name in context.configs
         }
         for slots in self._slots.values():
             context.admin.mode.watch(slots.pause)
@@ -220,9 +220,7 @@ class Samples:
 
     def _is_shared(self, version: str) -> bool:
         """Return whether another sampler has these weights, as samplers of one checkpoint do."""
-        return self._leaving[version] > 0 or any(
-            s.weights.version == version for s in self.tenants.samplers.values()
-        )
+        return self._leaving[version] > 0 or self.tenants.has_version(version)
 
 
 def tokens_taken(request: rq.Sample, result: Result) -> int:

@@ -56,7 +56,7 @@ async def load_tables(
         if header.model_id in tenants.models:
             await _history(header, ledger, tenants, replayer)
     for s in journal_state.samplers:
-        tenants.samplers[s.sampler_id] = Sampler(
+        sampler = Sampler(
             sampler_id=s.sampler_id,
             base_model=s.base_model,
             model_path=s.model_path,
@@ -67,6 +67,7 @@ async def load_tables(
             number=s.number,
             last_used=now,
         )
+        tenants.put_sampler(sampler)
     return unanswered
 
 

@@ -1,6 +1,6 @@
 """Tables of the live sessions, their models and their samplers (pure, no effects)."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from skyrl_actors.controller.silence import SilenceClock
@@ -63,6 +63,8 @@ class TenantTable:
         self.lost: dict[str, str] = {}  # models that cannot be restored, and why
         self.silence = SilenceClock()
         self._expired: dict[str, str] = {}  # retired samplers of live sessions, and why
+        self._unnamed: dict[str, OrderedDict[str, Sampler]] = {}  # by their model
+        self._of_version: Counter[str] = Counter()
 
     def mark_active(self, session_id: str | None, now: float) -> None:
         """Record a sign of life of a client at loop time `now`, and of its session if live."""
@@ -102,20 +104,49 @@ class TenantTable:
 
         Returns the removed ones, oldest first.
         """
-        self.samplers[sampler.sampler_id] = sampler
-        if sampler.owner is None:
-            return []
-        mine = [s for s in self.samplers.values() if s.owner == sampler.owner]
+        self.put_sampler(sampler)
+        mine = self.unnamed_samplers(sampler.owner or "")
         dropped = mine[: max(0, len(mine) - keep)]
         for old in dropped:
             self.remove_sampler(old.sampler_id)
         return dropped
 
+    def put_sampler(self, sampler: Sampler) -> None:
+        """Add a sampler, and remove none but an earlier one of this id."""
+        self._drop(sampler.sampler_id)
+        self.samplers[sampler.sampler_id] = sampler
+        self._of_version[sampler.weights.version] += 1
+        if sampler.owner is not None:
+            mine = self._unnamed.setdefault(sampler.owner, OrderedDict())
+            mine[sampler.sampler_id] = sampler
+
+    def unnamed_samplers(self, model_id: str) -> list[Sampler]:
+        """Return the open samplers of a model's unnamed versions, oldest first."""
+        return list(self._unnamed[model_id].values()) if model_id in self._unnamed else []
+
+    def has_version(self, version: str) -> bool:
+        """Return whether an open sampler has these weights."""
+        return self._of_version[version] > 0
+
     def remove_sampler(self, sampler_id: str) -> None:
         """Remove a sampler, and keep the reason for later requests of its session."""
-        sampler = self.samplers.pop(sampler_id, None)
+        sampler = self._drop(sampler_id)
         if sampler is not None and sampler.session_id is not None:
             self._expired[sampler_id] = sampler.ended
+
+    def _drop(self, sampler_id: str) -> Sampler | None:
+        sampler = self.samplers.pop(sampler_id, None)
+        if sampler is None:
+            return None
+        self._of_version[sampler.weights.version] -= 1
+        if not self._of_version[sampler.weights.version]:
+            del self._of_version[sampler.weights.version]
+        if sampler.owner is not None:
+            mine = self._unnamed[sampler.owner]
+            del mine[sampler_id]
+            if not mine:
+                del self._unnamed[sampler.owner]
+        return sampler
 
     def forget_expired(self, session_id: str) -> None:
         """Forget the retired samplers of a session that ended."""

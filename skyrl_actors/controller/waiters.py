@@ -4,22 +4,13 @@ An answer stays in memory for a time and within a bound in bytes. The journal ke
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Result
 from skyrl_actors.messages.sizes import size_of
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """An answer in memory: the loop time of its arrival, and its size."""
-
-    since: float
-    num_bytes: int
 
 
 class ResultTable:
@@ -33,9 +24,11 @@ class ResultTable:
         self.ttl_s = ttl_s
         self._limit_bytes = limit_bytes
         self._futures: dict[str, asyncio.Future[Result]] = {}
-        # owner -> request id -> answer, oldest first
-        self._kept: dict[str, OrderedDict[str, Kept]] = {}
+        # owner -> request id -> bytes of its answer, oldest first
+        self._kept: dict[str, OrderedDict[str, int]] = {}
         self._bytes_of: Counter[str] = Counter()
+        # Of all answers, oldest first: arrival, owner, request id. Some may be dropped already.
+        self._arrivals: deque[tuple[float, str, str]] = deque()
         self.num_bytes = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -48,7 +41,7 @@ class ResultTable:
 
     def size_of(self, request_id: str) -> int:
         """Return the bytes of an answer in memory."""
-        return self._kept[owner_of(request_id)][request_id].num_bytes
+        return self._kept[owner_of(request_id)][request_id]
 
     def open(self, request_id: str) -> None:
         """Add a request without an answer."""
@@ -58,26 +51,26 @@ class ResultTable:
         """Set the answer of a request, and drop answers that expired or exceed the bound."""
         self._futures[request_id].set_result(result)
         owner, now = owner_of(request_id), asyncio.get_running_loop().time()
-        kept = Kept(now, size_of(result))
-        self._kept.setdefault(owner, OrderedDict())[request_id] = kept
-        self._bytes_of[owner] += kept.num_bytes
-        self.num_bytes += kept.num_bytes
+        num_bytes = size_of(result)
+        self._kept.setdefault(owner, OrderedDict())[request_id] = num_bytes
+        self._arrivals.append((now, owner, request_id))
+        self._bytes_of[owner] += num_bytes
+        self.num_bytes += num_bytes
         self._drop_expired(now)
         while self.num_bytes > self._limit_bytes:
             self._drop_oldest(max(self._bytes_of, key=lambda name: self._bytes_of[name]))
 
     def _drop_expired(self, now: float) -> None:
-        for owner in list(self._kept):
-            while (kept := self._kept.get(owner)) and now - next(
-                iter(kept.values())
-            ).since > self.ttl_s:
+        while self._arrivals and now - self._arrivals[0][0] > self.ttl_s:
+            _, owner, request_id = self._arrivals.popleft()
+            if request_id in self._kept.get(owner, ()):  # its owner's oldest one, then
                 self._drop_oldest(owner)
 
     def _drop_oldest(self, owner: str) -> None:
-        request_id, kept = self._kept[owner].popitem(last=False)
+        request_id, num_bytes = self._kept[owner].popitem(last=False)
         del self._futures[request_id]
-        self.num_bytes -= kept.num_bytes
-        self._bytes_of[owner] -= kept.num_bytes
+        self.num_bytes -= num_bytes
+        self._bytes_of[owner] -= num_bytes
         if not self._kept[owner]:
             del self._kept[owner], self._bytes_of[owner]
 

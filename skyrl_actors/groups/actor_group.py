@@ -166,11 +166,12 @@ class ActorGroup:
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         """Run a forward or forward-backward call.
 
         Calls that arrive during a computation form the next batch. Small calls of a batch share a
-        pass through the network.
+        pass through the network. `weight` is that of the model's tenant.
         """
         return await self._batcher.run(
             Call(
@@ -179,6 +180,7 @@ class ActorGroup:
                 columns=columns,
                 loss=loss,
                 forward_only=forward_only,
+                weight=weight,
             )
         )
 

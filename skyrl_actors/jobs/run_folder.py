@@ -25,7 +25,8 @@ from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, 
 
 ENVIRONMENT = "environment.json"
 REVISION = "SKYRL_ACTORS_REVISION"  # the git revision of code that is not in a repository
-MAY_DIFFER = ("run", "cluster.name")  # may differ when a run is resumed
+# May differ when a run is resumed.
+MAY_DIFFER = ("run", "cluster.name", "cluster.limits.samples_in_flight")
 PACKAGES = (
     "skyrl-actors",
     "torch",

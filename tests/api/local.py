@@ -77,6 +77,7 @@ class AnsweringBackend(FakeBackend):
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         await super().forward_backward(spec, precondition, columns, loss, forward_only)
         ones = np.ones(columns.shape, np.float32)

@@ -305,6 +305,7 @@ class Seeing(AnsweringBackend):
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         self.batches.append(columns)
         return await super().forward_backward(spec, precondition, columns, loss, forward_only)

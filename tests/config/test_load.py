@@ -33,15 +33,31 @@ def test_serve_config_is_valid_for_serve_deploy():
         assert [a.import_path for a in schema.applications] == ["skyrl_actors.api.ingress:build"]
 
 
-def test_resolved_config_reads_back_equal(tmp_path: Path):
+def test_a_resolved_config_reads_back_with_the_same_effect(tmp_path: Path):
     config = load(
         CONFIGS / "jobs" / "ppo_tiny.yaml",
         ["job.iterations=7", "cluster.engine.num_engines=1"],
         JobConfig,
     )
     (tmp_path / "again.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "again.yaml", schema=JobConfig) == config
+    again = load(tmp_path / "again.yaml", schema=JobConfig)
+    assert to_yaml(again) == to_yaml(config) and again.job == config.job
+    assert again.cluster.engine == config.cluster.engine
+    assert again.cluster.samples_in_flight == config.cluster.samples_in_flight
     assert config.job.iterations == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["engine.num_engines=1", "engine.max_num_seqs=64"], 512),
+        (["placement.layout=split", "engine.num_engines=16", "engine.max_num_seqs=256"], 4096),
+        (["placement.layout=split", "engine.num_engines=16", "limits.samples_in_flight=100"], 100),
+    ],
+)
+def test_all_engines_can_be_full_by_default(overrides: list[str], expected: int):
+    config = load(CONFIGS / "cpu_tiny.yaml", overrides)
+    assert config.samples_in_flight == expected
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ class BigramBackend(AnsweringBackend):
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         assert loss is not None
         model = self.own[spec.model_id]

@@ -56,6 +56,7 @@ class RoutedBackend(FakeBackend):
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         self.batches.append(columns)
         return await super().forward_backward(spec, precondition, columns, loss, forward_only)

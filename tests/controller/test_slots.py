@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_actors.controller.completions import CLONE, Completions
 from skyrl_actors.controller.slots import FairSlots
+from skyrl_actors.fair_queue import FairQueue, Ticket
 
 
 async def test_one_flooding_tenant_does_not_starve_another():
@@ -25,31 +26,27 @@ async def test_one_flooding_tenant_does_not_starve_another():
     assert order.index("other") < 8 and len(order) == 104
 
 
-class Scanning(FairSlots):
+class Scanning(FairQueue):
     """Looks at all tenants for the one with the earliest clock. The reference for the heap."""
 
-    def _admit(self) -> None:
-        while ready := [tenant for tenant in self._tenants.values() if tenant.waiting]:
-            tenant = min(ready, key=lambda tenant: (tenant.clock, tenant.order))
-            place = tenant.waiting[0].place
-            if self._used and self._used + place.sequences > self._limit:
-                return
-            waiter = tenant.waiting.popleft()
-            self._now = max(self._now, tenant.clock)
-            self._used += place.sequences
-            tenant.held += 1
-            tenant.clock += place.tokens / place.weight
-            waiter.ready.set_result(None)
+    def first(self) -> Ticket | None:
+        ready = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        if not ready:
+            return None
+        tenant = min(ready, key=lambda tenant: (tenant.clock, tenant.order))
+        self._next = [(tenant.clock, tenant.order, tenant.name)]  # for `take`
+        return tenant.waiting[0]
 
 
 async def served(
     requests: list[tuple[str, int, int]],
     limit: int,
     took: int | None = None,
-    kind: type[FairSlots] = FairSlots,
+    kind: type[FairQueue] = FairQueue,
 ) -> list[str]:
     """Return the order in which concurrent requests (tenant, sequences, tokens) run."""
-    slots, order = kind(limit), []
+    slots, order = FairSlots(limit), []
+    slots._queue = kind()
 
     async def one(tenant: str, sequences: int, tokens: int) -> None:
         async with slots.hold(tenant, sequences, tokens) as place:

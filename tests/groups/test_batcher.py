@@ -1,7 +1,9 @@
 """How calls form batches, and what happens to queued calls when a batch fails."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,3 +119,35 @@ async def test_a_cancelled_call_does_not_stop_the_others():
     tasks[0].cancel()
     ranks.gate.set()
     assert await tasks[1] == "b"
+
+
+async def trained(weights: dict[str, float], sizes: dict[str, int], seconds: int) -> Counter[str]:
+    """Return the tokens of tenants that always send the next call when one is answered."""
+    tokens = Counter[str]()
+
+    async def compute(calls: Sequence[Call]) -> list:
+        await asyncio.sleep(0)
+        for one in calls:
+            tokens[one.model_id.partition(":")[0]] += one.columns.num_tokens
+        return [one.model_id for one in calls]
+
+    batcher = Batcher(compute, 8)
+
+    async def tenant(model_id: str) -> None:
+        name = model_id.partition(":")[0]
+        while tokens.total() < seconds * 100:
+            await batcher.run(replace(call(model_id, sizes[name]), weight=weights[name]))
+
+    models = [f"{name}:train:{n}" for name in sizes for n in range(3)]
+    await asyncio.gather(*map(tenant, models))
+    return tokens
+
+
+async def test_tenants_get_equal_tokens_of_passes_not_equal_calls():
+    tokens = await trained({"large": 1, "small": 1}, {"large": 32, "small": 2}, 50)
+    assert abs(tokens["large"] - tokens["small"]) < 0.05 * tokens.total()
+
+
+async def test_tenants_get_tokens_of_passes_by_their_weights():
+    tokens = await trained({"first": 3, "second": 1}, {"first": 4, "second": 4}, 50)
+    assert abs(tokens["first"] / tokens["second"] - 3) < 0.2

@@ -413,6 +413,7 @@ class SimBackend:
         columns: Columns,
         loss: LossCall | None,
         forward_only: bool,
+        weight: float = 1.0,
     ) -> LossOutput:
         async with self._same_rank(Phase.TRAIN):
             return await self._batcher.run(
@@ -422,6 +423,7 @@ class SimBackend:
                     columns=columns,
                     loss=loss,
                     forward_only=forward_only,
+                    weight=weight,
                 )
             )
 

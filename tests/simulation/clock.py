@@ -10,22 +10,23 @@ END_S = 24 * 3600.0
 
 
 class Stuck(Exception):
-    """No callback or timer is left, or a virtual day has passed."""
+    """No callback or timer is left, or the time is over."""
 
 
-class _NoSelector(selectors.BaseSelector):
+class NoSelector(selectors.BaseSelector):
     """A selector without files. Instead of waiting, it moves the clock to the next timer."""
 
-    def __init__(self) -> None:
-        self.loop: SimLoop | None = None
+    def __init__(self, end_s: float = END_S) -> None:
+        self.loop: Any = None  # the event loop, whose attribute `now` is its time
+        self._end_s = end_s
 
     def select(self, timeout: float | None = None) -> list[Any]:
         assert self.loop is not None
         if timeout is None:
             raise Stuck("nothing is ready and no timer runs")
         self.loop.now += timeout
-        if self.loop.now > END_S:
-            raise Stuck("a virtual day has passed")
+        if self.loop.now > self._end_s:
+            raise Stuck("the time is over")
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
@@ -45,7 +46,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     """An event loop with virtual time, and random order of ready callbacks."""
 
     def __init__(self, seed: int):
-        selector = _NoSelector()
+        selector = NoSelector()
         super().__init__(selector)
         selector.loop = self
         self.now = 0.0

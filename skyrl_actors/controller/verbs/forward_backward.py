@@ -22,6 +22,7 @@ from skyrl_actors.losses.custom_graph import graph_of
 from skyrl_actors.messages.columns import MAX_DATUMS, TARGETS, Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LossCall, ModelSpec
+from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import ForwardBackward
 from skyrl_actors.messages.results import Result
 
@@ -46,8 +47,9 @@ class ForwardBackwardVerb(ModelVerb[ForwardBackward]):
         model = context.ready_model(request.model_id)
         precondition = op.reading if request.forward_only else op.precondition
         loss = _loss_of(model, request)
+        weight = context.admin.quotas.weight(owner_of(request.model_id))
         result = await context.backend.forward_backward(
-            model.spec, precondition, request.columns, loss, request.forward_only
+            model.spec, precondition, request.columns, loss, request.forward_only, weight
         )
         if context.configs.of(model.spec.base_model).router_replay and model.spec.role == "policy":
             result.metrics["replayed_tokens:sum"] = float(request.columns.num_routed)

@@ -73,9 +73,9 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
     params, length = request.params, len(request.prompt)
     if not length:
         raise InvalidRequest("the prompt is empty")
-    if not 1 <= params.num_samples <= config.limits.samples_in_flight:
+    if not 1 <= params.num_samples <= config.samples_in_flight:
         raise InvalidRequest(
-            f"num_samples {params.num_samples}: use 1 to {config.limits.samples_in_flight}"
+            f"num_samples {params.num_samples}: use 1 to {config.samples_in_flight}"
         )
     if params.max_tokens < 1 or length + params.max_tokens > capabilities.max_sample_tokens:
         raise InvalidRequest(

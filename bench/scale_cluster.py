@@ -1,0 +1,555 @@
+"""A cluster of 1,024 GPUs and 1,000 tenants in virtual time, with the real controller.
+
+    python -m bench.scale_cluster [--hours 24]
+
+Real: controller, journal with its files, retention, fair queues, batches of the training group, and
+the choice of an engine. Simulated: time, passes, engines (128 of 4 GPUs) and clients. Threads run
+in place, because virtual time passes only between callbacks.
+
+Tokens are counted in units of 8: an answer of 4,096 tokens is an array of 512. The engines can
+sample less than the tenants ask for, so what each tenant gets is decided by the queues.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from bench.harness import emit
+from skyrl_actors import heap
+from skyrl_actors.backends.backend import ServedModels
+from skyrl_actors.colocation.state_lock import StateLock
+from skyrl_actors.config.cluster import (
+    ClusterConfig,
+    EngineConfig,
+    JournalConfig,
+    LimitsConfig,
+    LoraConfig,
+    RestartConfig,
+)
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
+from skyrl_actors.engines.interface import BASE_VERSION
+from skyrl_actors.engines.logprob_check import LogprobCheck
+from skyrl_actors.engines.pool import EnginePool
+from skyrl_actors.engines.replica import EngineReplica
+from skyrl_actors.groups.batcher import Batcher, Call
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.catalog import SessionLabels
+from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
+from skyrl_actors.messages.errors import CapacityError, Unavailable
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.results import Failure, LossOutput, Result, SampleOutput, Sequence
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from tests.fakes import FakeBackend, changed
+from tests.simulation.clock import NoSelector
+
+HOUR_S = 3600.0
+ENGINES, PLACES = 128, 256  # sequences that one engine runs at once
+ENGINE_TOKENS_S, SEQUENCE_TOKENS_S = 500.0, 7.5  # in units of 8 tokens
+TRAIN_TOKENS_S, PASS_S, PASS_TOKENS = 400_000.0, 0.05, 131_072
+STEP_S, EXPORT_S = 0.02, 0.05
+BEGIN_OF_TIME = 1.8e9
+
+
+class InPlace(Executor):
+    """Runs work at once, in the caller."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  raised by the future
+            done.set_exception(error)
+        return done
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time jumps to the next timer."""
+
+    def __init__(self) -> None:
+        selector = NoSelector(end_s=float("inf"))
+        super().__init__(selector)
+        selector.loop = self
+        self.now = 0.0
+        self._clock_resolution = 1e-9
+        self._default_executor = InPlace()
+
+    def time(self) -> float:
+        return self.now
+
+    def _write_to_self(self) -> None:
+        """Wake nobody: there are no other threads."""
+
+
+def wall() -> float:
+    return BEGIN_OF_TIME + asyncio.get_running_loop().time()
+
+
+class Engine(EngineReplica):
+    """One engine: its sequences share its tokens a second, and more of them wait."""
+
+    def __init__(self, number: int, farm: "Farm"):
+        super().__init__(f"engine:{number}", RestartConfig(), lambda text: None)
+        self.lock = StateLock(BASE_VERSION, _nothing)
+        self._farm = farm
+        self._running = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._step("started")
+        self._step("ready")
+
+    async def ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        if method.__name__ != "sample":
+            return None
+        request_id, _, params, _, version, _ = arguments
+        await self._enter(params.num_samples)
+        self._farm.began(request_id.rpartition(".")[0], "sample")
+        lengths = self._farm.lengths(params)
+        rate = min(SEQUENCE_TOKENS_S, ENGINE_TOKENS_S / self._running)
+        await asyncio.sleep(max(lengths) / rate)
+        self._leave(params.num_samples)
+        self._farm.busy_s += sum(lengths) / ENGINE_TOKENS_S
+        sequences = tuple(
+            Sequence(tokens=TOKENS[:n], logprobs=ONES[:n], stop_reason="stop") for n in lengths
+        )
+        return SampleOutput(sequences=sequences, version=version)
+
+    async def _enter(self, count: int) -> None:
+        if self._waiting or self._running + count > PLACES:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((count, turn))
+            await turn
+        else:
+            self._running += count
+
+    def _leave(self, count: int) -> None:
+        self._running -= count
+        while self._waiting and self._running + self._waiting[0][0] <= PLACES:
+            count, turn = self._waiting.popleft()
+            self._running += count
+            turn.set_result(None)
+
+    async def status(self) -> Any:
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def take_over(self) -> bool:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    async def _come_back(self) -> None:
+        raise NotImplementedError
+
+
+TOKENS, ONES = np.full(1024, 7, np.int32), np.full(1024, -1.0, np.float32)
+
+
+async def _nothing(*_: Any) -> None: ...
+
+
+class Farm(FakeBackend):
+    """The training group and the engines of the cluster."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self._chance = random.Random(seed)
+        self.busy_s = 0.0  # of all engines
+        self.sent: dict[str, float] = {}
+        self.waits: dict[str, list[float]] = defaultdict(list)
+        check = LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print)
+        self.pool = EnginePool("scale", EngineConfig(), Path("/"), _nothing, check)
+        self.pool.engines = [Engine(number, self) for number in range(ENGINES)]
+        self._batcher = Batcher(self._compute, PASS_TOKENS)
+        self._group = asyncio.Lock()
+
+    def began(self, request_id: str, verb: str) -> None:
+        if (sent := self.sent.pop(request_id, None)) is not None:
+            self.waits[verb].append(asyncio.get_running_loop().time() - sent)
+
+    def lengths(self, params: rq.SamplingParams) -> list[int]:
+        most = params.max_tokens
+        return [
+            max(1, min(most, int(self._chance.gammavariate(4, most / 8))))
+            for _ in range(params.num_samples)
+        ]
+
+    async def start(self, epoch: int) -> ServedModels:
+        longest = {"max_context_tokens": 4096, "max_sample_tokens": 4096}
+        return changed(await super().start(epoch), vocab_size=152_000, **longest)
+
+    async def _used(self, seconds: float) -> None:
+        async with self._group:
+            await asyncio.sleep(seconds)
+
+    async def forward_backward(
+        self,
+        spec: Any,
+        precondition: Any,
+        columns: Any,
+        loss: Any,
+        forward_only: bool,
+        weight: float = 1.0,
+    ) -> LossOutput:
+        call = Call(
+            model_id=spec.model_id,
+            precondition=precondition,
+            columns=columns,
+            loss=loss,
+            forward_only=forward_only,
+            weight=weight,
+        )
+        output = await self._batcher.run(call)
+        self.numbers[spec.model_id] = precondition.number or 0
+        return output
+
+    async def _compute(self, calls: Any) -> list[LossOutput]:
+        for call in calls:
+            self.began(call.precondition.request_id, "forward_backward")
+        tokens = sum(call.columns.num_tokens for call in calls)
+        await self._used(PASS_S + tokens / TRAIN_TOKENS_S)
+        return [
+            LossOutput(
+                offsets=call.columns.offsets,
+                fields={"logprobs": call.columns.fields["logprobs"]},
+                metrics={"loss:sum": 0.0},
+            )
+            for call in calls
+        ]
+
+    async def optim_step(self, spec: Any, precondition: Any, adam: Any) -> dict[str, float]:
+        self.began(precondition.request_id, "optim_step")
+        await self._used(STEP_S)
+        self.numbers[spec.model_id] = precondition.number or 0
+        return {}
+
+    async def save_for_sampler(
+        self, spec: Any, precondition: Any, version: str, written: bool = False
+    ) -> SamplerWeights:
+        await self._used(EXPORT_S)
+        part = WeightManifest(version=version, kind="lora", path=version, num_bytes=1)
+        return SamplerWeights(version=version, parts=(part,), base_model=spec.base_model)
+
+    async def drop_sampler(self, weights: SamplerWeights) -> None:
+        await self.pool.drop(weights)
+
+    async def sample(
+        self, request_id: str, prompt: Any, params: Any, weights: Any, pictures: Any = ()
+    ) -> SampleOutput:
+        with self.pool.versions.using(weights):
+            await self.pool.any_healthy(weights, params)
+            return await self.pool.sample(f"{request_id}.0", prompt, params, weights)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tenant: how much it samples for one step, and the pause after the step."""
+
+    name: str
+    count: int
+    prompts: int
+    samples: int
+    longest: int
+    pause_s: float
+
+
+KINDS_OF_TENANTS = (
+    Kind("light", 700, prompts=4, samples=8, longest=256, pause_s=600.0),
+    Kind("steady", 250, prompts=32, samples=8, longest=1024, pause_s=0.0),
+    Kind("bursty", 50, prompts=128, samples=8, longest=1024, pause_s=0.0),
+)
+
+
+@dataclass
+class Tenant:
+    """A key with one session and one model, which trains by reinforcement."""
+
+    kind: Kind
+    number: int
+    farm: Farm
+    tokens: int = 0  # sampled
+    trained: int = 0  # tokens of passes
+    steps: int = 0
+    refused: int = 0
+    seq: int = 0
+    chance: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self.owner = f"{self.number:010x}"
+        self.session = f"s{self.number:04x}k{self.owner}"
+        self.model = f"{self.session}:train:0"
+        self.chance = random.Random(self.number)
+
+    async def run(self, controller: Controller, request: rq.Request) -> Result:
+        self.seq += 1
+        request_id = f"r{self.number:04x}{self.seq:012x}k{self.owner}"
+        self.farm.sent[request_id] = asyncio.get_running_loop().time()
+        while True:
+            try:
+                await controller.submit(request, request_id)
+                break
+            except (CapacityError, Unavailable):
+                self.refused += 1
+                await asyncio.sleep(5 + 5 * self.chance.random())
+        while (found := await controller.answers.whole(request_id, 600.0)) is None:
+            pass
+        if isinstance(found, Failure):
+            raise RuntimeError(found.message)
+        return found
+
+    async def live(self, controller: Controller) -> None:
+        await asyncio.sleep(600 * self.chance.random())
+        await controller.create_session(self.session, SessionLabels())
+        spec = ModelSpec(model_id=self.model, base_model="tiny", lora=LoraSpec(rank=32))
+        await self.run(controller, rq.CreateModel(spec=spec, session_id=self.session))
+        self.beating = asyncio.ensure_future(self.beat(controller))
+        while True:
+            await self.step(controller)
+            await asyncio.sleep(self.kind.pause_s * 2 * self.chance.random())
+
+    async def beat(self, controller: Controller) -> None:
+        while True:  # SDKs do it every 10 s
+            await asyncio.sleep(120)
+            await controller.heartbeat(self.session)
+
+    async def step(self, controller: Controller) -> None:
+        sampler = f"{self.session}:sample:{self.steps}"
+        await self.run(
+            controller,
+            rq.SaveForSampler(model_id=self.model, sampler_id=sampler, seq_id=self.next()),
+        )
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(self.sample(controller, sampler))
+                for _ in range(self.kind.prompts)
+            ]
+        lengths = [length + 64 for one in asked for length in one.result()]
+        await self.run(
+            controller,
+            rq.ForwardBackward(
+                model_id=self.model,
+                columns=rows_of(lengths),
+                loss=LossCall("ppo", {}),
+                seq_id=self.next(),
+            ),
+        )
+        self.trained += sum(lengths)
+        adam = AdamParams(learning_rate=1e-5)
+        await self.run(controller, rq.OptimStep(self.model, adam, self.next()))
+        self.steps += 1
+
+    async def sample(self, controller: Controller, sampler: str) -> list[int]:
+        prompt = tuple(self.chance.randrange(152_000) for _ in range(64))
+        params = rq.SamplingParams(
+            max_tokens=self.kind.longest, num_samples=self.kind.samples, seed=self.seq
+        )
+        result = await self.run(
+            controller,
+            rq.Sample(sampler_id=sampler, prompt=prompt, params=params, seq_id=self.next()),
+        )
+        assert isinstance(result, SampleOutput)
+        lengths = [len(one.tokens) for one in result.sequences]
+        self.tokens += sum(lengths)
+        return lengths
+
+    def next(self) -> int:
+        self.seq += 1
+        return self.seq
+
+
+def rows_of(lengths: list[int]) -> Columns:
+    total = sum(lengths)
+    fields: dict[str, Any] = {
+        TARGETS: np.ones(total, np.int32),
+        "logprobs": np.full(total, -1.0, np.float32),
+        "advantages": np.ones(total, np.float32),
+    }
+    return Columns(tokens=np.ones(total, np.int32), offsets=offsets_of(lengths), fields=fields)
+
+
+def jain(shares: list[float]) -> float:
+    """Return Jain's index: 1 if all have the same, 1/n if one has everything (Jain, 1984)."""
+    return sum(shares) ** 2 / (len(shares) * sum(x * x for x in shares))
+
+
+def controller_on(folder: Path, farm: Farm, retention_s: float) -> Controller:
+    config = ClusterConfig(
+        checkpoint_dir=folder / "checkpoints",
+        critic=None,
+        journal=JournalConfig(
+            folder=folder / "journal", retention_s=retention_s, snapshot_operations=100
+        ),
+        lora=LoraConfig(max_adapters=1024),
+        limits=LimitsConfig(samples_in_flight=ENGINES * PLACES, open_requests=65_536),
+    )
+    journal = SqlJournal(config.journal, KINDS, wall)
+    controller = Controller(config, farm, journal, wall=wall)
+    controller._disk._pools = dict.fromkeys(controller._disk._pools, InPlace())
+    controller._examiner._threads = InPlace()  # type: ignore[assignment]
+    return controller
+
+
+def in_place(journal: Any) -> None:
+    journal._commits._writer = InPlace()
+    journal._store._packer = InPlace()
+
+
+async def started(folder: Path, farm: Farm, retention_s: float) -> tuple[Controller, float]:
+    controller = controller_on(folder, farm, retention_s)
+    began = time.perf_counter()
+    opening = controller.journal.open
+
+    async def opened(holder: str) -> Any:
+        state = await opening(holder)
+        in_place(controller.journal)
+        return state
+
+    controller.journal.open = opened  # type: ignore[method-assign]
+    await controller.start()
+    return controller, time.perf_counter() - began
+
+
+@dataclass
+class Reading:
+    """What one virtual hour showed."""
+
+    hour: float
+    cpu_s: float
+    rss_mib: float
+    journal_mib: float
+    rows: int
+    open_requests: int
+    waits: dict[str, dict[str, float]]
+    jain: float  # of the tenants that always ask for more
+    utilization: float
+    operations: int
+
+
+class Recorder:
+    def __init__(self, controller: Controller, tenants: list[Tenant], farm: Farm, folder: Path):
+        self.controller, self.tenants, self.farm, self.folder = controller, tenants, farm, folder
+        self.readings: list[Reading] = []
+        self._tokens = [0] * len(tenants)
+        self._cpu_s, self._busy_s, self._number = time.process_time(), 0.0, 0
+
+    async def follow(self, hours: float, every_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() < hours * HOUR_S:
+            await asyncio.sleep(every_s)
+            self.readings.append(self._read(loop.time() / HOUR_S, every_s))
+            print(self.readings[-1], flush=True)
+
+    def _read(self, hour: float, seconds: float) -> Reading:
+        tokens = [tenant.tokens for tenant in self.tenants]
+        got = [float(b - a) for a, b in zip(self._tokens, tokens, strict=True)]
+        always = [g for g, tenant in zip(got, self.tenants, strict=True) if not tenant.kind.pause_s]
+        waits = {
+            verb: {
+                "p50": round(statistics.median(found), 2),
+                "p95": round(statistics.quantiles(found, n=20)[-1], 2),
+            }
+            for verb, found in self.farm.waits.items()
+            if len(found) > 1
+        }
+        cpu_s, busy_s = time.process_time(), self.farm.busy_s
+        number = self.controller._ledger.next_number
+        folder = self.folder / "journal"
+        reading = Reading(
+            hour=round(hour, 2),
+            cpu_s=round(cpu_s - self._cpu_s, 1),
+            rss_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
+            journal_mib=round(
+                sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 2**20
+            ),
+            rows=_rows(self.controller.journal),
+            open_requests=self.controller.queue.num_open,
+            waits=waits,
+            jain=round(jain(always), 3),
+            utilization=round((busy_s - self._busy_s) / (seconds * ENGINES), 3),
+            operations=number - self._number,
+        )
+        self._tokens, self._cpu_s, self._busy_s, self._number = tokens, cpu_s, busy_s, number
+        self.farm.waits.clear()
+        return reading
+
+
+def _rows(journal: Any) -> int:
+    import sqlalchemy as sa
+
+    with journal.store.engine.connect() as connection:
+        return int(connection.execute(sa.text("SELECT count(*) FROM operations")).scalar_one())
+
+
+async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    farm = Farm(options.seed)
+    controller, _ = await started(folder, farm, options.retention_s)
+    kinds = [
+        kind
+        for kind in KINDS_OF_TENANTS
+        for _ in range(max(1, kind.count * options.tenants // 1000))
+    ]
+    tenants = [Tenant(kind, number, farm) for number, kind in enumerate(kinds)]
+    heap.keep_present_objects()
+    living = [asyncio.ensure_future(tenant.live(controller)) for tenant in tenants]
+    recorder = Recorder(controller, tenants, farm, folder)
+    following = asyncio.ensure_future(recorder.follow(options.hours, options.every_s))
+    await asyncio.wait([following, *living], return_when=asyncio.FIRST_COMPLETED)
+    for one in living:
+        if one.done():
+            one.result()
+    following.result()
+    for one in living:
+        one.cancel()
+    await controller.journal.close()
+    again, restart_s = await started(folder, farm, options.retention_s)
+    found = {
+        "tenants": len(tenants),
+        "hours": options.hours,
+        "restart_s": round(restart_s, 2),
+        "open_at_restart": again.queue.num_open,
+        "steps": {
+            kind.name: sum(t.steps for t in tenants if t.kind is kind) for kind in KINDS_OF_TENANTS
+        },
+        "refused": sum(t.refused for t in tenants),
+        "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10),
+        "readings": [vars(reading) for reading in recorder.readings],
+    }
+    await again.journal.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--every-s", type=float, default=900.0)
+    parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--retention-s", type=float, default=1800.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    os.fsync = lambda descriptor: None  # this measures CPU time and sizes, not the disk
+    with tempfile.TemporaryDirectory(prefix="bench-cluster-") as scratch:
+        loop = VirtualLoop()
+        asyncio.set_event_loop(loop)
+        found = loop.run_until_complete(simulated(options, Path(scratch)))
+        emit("scale_cluster", found)
+
+
+if __name__ == "__main__":
+    main()
