@@ -16,6 +16,7 @@ import os
 import random
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -25,8 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import psutil
+import sqlalchemy as sa
 
 from bench.harness import emit
 from skyrl_actors import heap
@@ -120,8 +123,9 @@ class Engine(EngineReplica):
         self._farm.began(request_id.rpartition(".")[0], "sample")
         lengths = self._farm.lengths(params)
         rate = min(SEQUENCE_TOKENS_S, ENGINE_TOKENS_S / self._running)
+        for length in lengths:
+            asyncio.get_running_loop().call_later(length / rate, self._leave, 1)
         await asyncio.sleep(max(lengths) / rate)
-        self._leave(params.num_samples)
         self._farm.busy_s += sum(lengths) / ENGINE_TOKENS_S
         sequences = tuple(
             Sequence(tokens=TOKENS[:n], logprobs=ONES[:n], stop_reason="stop") for n in lengths
@@ -168,11 +172,14 @@ async def _nothing(*_: Any) -> None: ...
 class Farm(FakeBackend):
     """The training group and the engines of the cluster."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, slow: str):
         super().__init__()
         self._chance = random.Random(seed)
+        is_slow = slow == "training"
+        self.train_tokens_s = TRAIN_TOKENS_S / 20 if is_slow else TRAIN_TOKENS_S
+        self.shortest = 0.02 if is_slow else 1.0  # of answers, as a part of what they would be
         self.busy_s = 0.0  # of all engines
-        self.sent: dict[str, float] = {}
+        self.sent: dict[str, tuple[float, str]] = {}  # when and by which kind of tenant
         self.waits: dict[str, list[float]] = defaultdict(list)
         check = LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print)
         self.pool = EnginePool("scale", EngineConfig(), Path("/"), _nothing, check)
@@ -182,12 +189,13 @@ class Farm(FakeBackend):
 
     def began(self, request_id: str, verb: str) -> None:
         if (sent := self.sent.pop(request_id, None)) is not None:
-            self.waits[verb].append(asyncio.get_running_loop().time() - sent)
+            at, kind = sent
+            self.waits[f"{kind} {verb}"].append(asyncio.get_running_loop().time() - at)
 
     def lengths(self, params: rq.SamplingParams) -> list[int]:
         most = params.max_tokens
         return [
-            max(1, min(most, int(self._chance.gammavariate(4, most / 8))))
+            max(1, min(most, int(self.shortest * self._chance.gammavariate(4, most / 8))))
             for _ in range(params.num_samples)
         ]
 
@@ -224,7 +232,7 @@ class Farm(FakeBackend):
         for call in calls:
             self.began(call.precondition.request_id, "forward_backward")
         tokens = sum(call.columns.num_tokens for call in calls)
-        await self._used(PASS_S + tokens / TRAIN_TOKENS_S)
+        await self._used(PASS_S + tokens / self.train_tokens_s)
         return [
             LossOutput(
                 offsets=call.columns.offsets,
@@ -300,7 +308,7 @@ class Tenant:
     async def run(self, controller: Controller, request: rq.Request) -> Result:
         self.seq += 1
         request_id = f"r{self.number:04x}{self.seq:012x}k{self.owner}"
-        self.farm.sent[request_id] = asyncio.get_running_loop().time()
+        self.farm.sent[request_id] = asyncio.get_running_loop().time(), self.kind.name
         while True:
             try:
                 await controller.submit(request, request_id)
@@ -428,77 +436,82 @@ async def started(folder: Path, farm: Farm, retention_s: float) -> tuple[Control
 
 @dataclass
 class Reading:
-    """What one virtual hour showed."""
+    """What one interval showed. Waits are in virtual seconds."""
 
     hour: float
     cpu_s: float
     rss_mib: float
-    journal_mib: float
+    journal_mib: int
     rows: int
     open_requests: int
-    waits: dict[str, dict[str, float]]
-    jain: float  # of the tenants that always ask for more
-    utilization: float
     operations: int
+    engines_busy: float
+    waits: dict[str, dict[str, float]]  # by kind of tenant and verb
 
 
 class Recorder:
+    """Reads the simulation at intervals. Shares are counted after a quarter of the time."""
+
     def __init__(self, controller: Controller, tenants: list[Tenant], farm: Farm, folder: Path):
         self.controller, self.tenants, self.farm, self.folder = controller, tenants, farm, folder
         self.readings: list[Reading] = []
-        self._tokens = [0] * len(tenants)
+        self._at_warm: list[tuple[int, int]] = [(0, 0)] * len(tenants)
         self._cpu_s, self._busy_s, self._number = time.process_time(), 0.0, 0
 
     async def follow(self, hours: float, every_s: float) -> None:
-        loop = asyncio.get_running_loop()
+        loop, is_warm = asyncio.get_running_loop(), False
         while loop.time() < hours * HOUR_S:
             await asyncio.sleep(every_s)
+            if not is_warm and loop.time() >= hours * HOUR_S / 4:
+                is_warm = True
+                self._at_warm = [(tenant.tokens, tenant.trained) for tenant in self.tenants]
             self.readings.append(self._read(loop.time() / HOUR_S, every_s))
-            print(self.readings[-1], flush=True)
+            print(self.readings[-1], file=sys.stderr, flush=True)
+
+    def jain(self) -> dict[str, float]:
+        """Return Jain's index of the tenants that never pause: of sampled and trained tokens."""
+        got = [
+            (tenant.tokens - sampled, tenant.trained - trained)
+            for tenant, (sampled, trained) in zip(self.tenants, self._at_warm, strict=True)
+            if not tenant.kind.pause_s
+        ]
+        sampled, trained = ([float(one) for one in column] for column in zip(*got, strict=True))
+        return {"sampled": round(jain(sampled), 3), "trained": round(jain(trained), 3)}
 
     def _read(self, hour: float, seconds: float) -> Reading:
-        tokens = [tenant.tokens for tenant in self.tenants]
-        got = [float(b - a) for a, b in zip(self._tokens, tokens, strict=True)]
-        always = [g for g, tenant in zip(got, self.tenants, strict=True) if not tenant.kind.pause_s]
-        waits = {
-            verb: {
-                "p50": round(statistics.median(found), 2),
-                "p95": round(statistics.quantiles(found, n=20)[-1], 2),
-            }
-            for verb, found in self.farm.waits.items()
-            if len(found) > 1
-        }
         cpu_s, busy_s = time.process_time(), self.farm.busy_s
         number = self.controller._ledger.next_number
-        folder = self.folder / "journal"
+        files = (self.folder / "journal").rglob("*")
         reading = Reading(
             hour=round(hour, 2),
             cpu_s=round(cpu_s - self._cpu_s, 1),
             rss_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
-            journal_mib=round(
-                sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 2**20
-            ),
+            journal_mib=round(sum(f.stat().st_size for f in files if f.is_file()) / 2**20),
             rows=_rows(self.controller.journal),
             open_requests=self.controller.queue.num_open,
-            waits=waits,
-            jain=round(jain(always), 3),
-            utilization=round((busy_s - self._busy_s) / (seconds * ENGINES), 3),
             operations=number - self._number,
+            engines_busy=round((busy_s - self._busy_s) / (seconds * ENGINES), 3),
+            waits={
+                what: {
+                    "p50": round(statistics.median(found), 2),
+                    "p95": round(statistics.quantiles(found, n=20)[-1], 2),
+                }
+                for what, found in sorted(self.farm.waits.items())
+                if len(found) > 1
+            },
         )
-        self._tokens, self._cpu_s, self._busy_s, self._number = tokens, cpu_s, busy_s, number
+        self._cpu_s, self._busy_s, self._number = cpu_s, busy_s, number
         self.farm.waits.clear()
         return reading
 
 
 def _rows(journal: Any) -> int:
-    import sqlalchemy as sa
-
     with journal.store.engine.connect() as connection:
         return int(connection.execute(sa.text("SELECT count(*) FROM operations")).scalar_one())
 
 
 async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    farm = Farm(options.seed)
+    farm = Farm(options.seed, options.slow)
     controller, _ = await started(folder, farm, options.retention_s)
     kinds = [
         kind
@@ -520,7 +533,9 @@ async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     await controller.journal.close()
     again, restart_s = await started(folder, farm, options.retention_s)
     found = {
+        "slow": options.slow,
         "tenants": len(tenants),
+        "jain": recorder.jain(),
         "hours": options.hours,
         "restart_s": round(restart_s, 2),
         "open_at_restart": again.queue.num_open,
@@ -535,12 +550,36 @@ async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     return found
 
 
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Draw waits, CPU time and sizes over the virtual hours."""
+    readings = found["readings"]
+    hours = [one["hour"] for one in readings]
+    _, (waits, cpu, sizes) = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+    for what in sorted({name for one in readings for name in one["waits"]}):
+        if what.endswith("sample"):
+            values = [one["waits"].get(what, {}).get("p95", float("nan")) for one in readings]
+            waits.plot(hours, values, label=what.removesuffix(" sample"))
+    waits.set(title="wait of a sample, p95", ylabel="virtual seconds", yscale="log")
+    waits.legend()
+    cpu.plot(hours, [1e3 * one["cpu_s"] / one["operations"] for one in readings])
+    cpu.set(title="CPU of an operation", ylabel="ms", ylim=0)
+    sizes.plot(hours, [one["rss_mib"] for one in readings], label="memory")
+    sizes.plot(hours, [one["journal_mib"] for one in readings], label="journal (30 min kept)")
+    sizes.set(title="sizes", ylabel="MiB", ylim=0)
+    sizes.legend()
+    for each in (waits, cpu, sizes):
+        each.set_xlabel("virtual hours")
+    plt.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--every-s", type=float, default=900.0)
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--retention-s", type=float, default=1800.0)
+    parser.add_argument("--slow", choices=("sampling", "training"), default="sampling")
+    parser.add_argument("--plot", type=Path, help="also draw the readings in this SVG file")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     os.fsync = lambda descriptor: None  # this measures CPU time and sizes, not the disk
@@ -549,6 +588,8 @@ def main() -> None:
         asyncio.set_event_loop(loop)
         found = loop.run_until_complete(simulated(options, Path(scratch)))
         emit("scale_cluster", found)
+        if options.plot:
+            plot(found, options.plot)
 
 
 if __name__ == "__main__":

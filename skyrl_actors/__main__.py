@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Post-train language models by reinforcement learning on a Ray cluster. "
-    "Every command has --help.",
 )
 Config = Annotated[Path, typer.Argument(help="a YAML file, for example configs/cpu_tiny.yaml")]
 Target = Annotated[
@@ -49,6 +48,25 @@ INTERRUPTED = 130
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 RAY_TOKEN = Path.home() / ".ray" / "auth_token"
 DEMO_CONFIG = Path(__file__).parent.parent / "configs" / "jobs" / "ppo_tiny.yaml"
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(version("skyrl-actors"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, help="print the version", is_eager=True),
+    ] = False,
+) -> None:
+    """Post-train language models by reinforcement learning on a Ray cluster.
+
+    Every command has --help.
+    """
 
 
 @app.command(rich_help_panel="Training")

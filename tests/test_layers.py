@@ -89,6 +89,7 @@ PACKAGES: dict[str, set[str]] = {
         "losses",
         "messages",
         "observe",
+        "part_logs",
         "remote",
         "transport",
     },
@@ -103,6 +104,7 @@ PACKAGES: dict[str, set[str]] = {
         "journal",
         "messages",
         "observe",
+        "part_logs",
         "placement",
         "remote",
         "sizing",
@@ -116,6 +118,7 @@ PACKAGES: dict[str, set[str]] = {
     "clock": set(),
     "fair_queue": set(),
     "heap": set(),
+    "part_logs": {"messages", "remote"},
     "torchvision_cpu": set(),
 }
 # Packages that may import only some modules of another package.
@@ -222,7 +225,7 @@ HEAVY = {
         "backends/training_parts.py",
         "backends/exporter.py",
         "commands/cluster.py",
-        "commands/logs.py",
+        "part_logs.py",
         "commands/serve.py",
         "commands/train.py",
         "commands/upgrade.py",

@@ -18,6 +18,7 @@ from skyrl_actors.api import (
     routes_catalog,
     routes_console,
     routes_files,
+    routes_logs,
     routes_openai,
     routes_sampling,
     routes_service,
@@ -88,6 +89,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
     if state is None or state.config.http.console is not None:
         app.state.answer_cache = routes_console.AnswerCache()
         app.include_router(routes_console.router)
+        app.include_router(routes_logs.router)
 
     @app.get("/healthz")
     async def healthz(request: Request) -> JSONResponse:

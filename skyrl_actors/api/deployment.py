@@ -13,6 +13,7 @@ from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.observe.process import Observed
+from skyrl_actors.part_logs import PartLogs
 
 Replica = TypeVar("Replica", bound=type)
 
@@ -58,7 +59,8 @@ class TinkerApi:
 
     def __init__(self, config: ClusterConfig):
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
-        self.state = ApiState(config, ControllerClient(find_controller(config.name)))
+        client = ControllerClient(find_controller(config.name))
+        self.state = ApiState(config, client, PartLogs(config.name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Serve calls this in the replica, after the constructor."""

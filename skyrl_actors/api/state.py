@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastapi import Request
 
@@ -26,12 +27,21 @@ KNOWN_IDS = 100_000  # models and samplers whose base model one process stores
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
 
 
+class LogSource(Protocol):
+    """The logs of a service's parts; `part_logs.PartLogs` implements it."""
+
+    def parts(self) -> list[str]: ...
+
+    def newest(self, part: str, lines: int) -> str: ...
+
+
 @dataclass
 class ApiState:
     """Shared by all routes of one application."""
 
     config: ClusterConfig
     client: ControllerClient
+    logs: LogSource | None = None
     _bases: ServedModels | None = field(default=None)
     _base_of: dict[str, str] = field(default_factory=dict[str, str])
     configs: BaseConfigs = field(init=False)

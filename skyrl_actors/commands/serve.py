@@ -30,7 +30,7 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
 from skyrl_actors.remote import typed_ray
-from skyrl_actors.storage.files import size_of
+from skyrl_actors.storage.files import check_writable, size_of
 from skyrl_actors.storage.private_folders import private_folder, run_folder
 
 READY_TIMEOUT_S = 60.0
@@ -44,6 +44,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     config = with_absolute_paths(load(config_path, overrides))
     _check_port(config)
     SqlJournal(config.journal, KINDS).check()
+    check_writable(config.checkpoint_dir, "checkpoint_dir")
     base_folders = cluster.prepare_base_models(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)

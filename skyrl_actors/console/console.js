@@ -225,6 +225,29 @@ function drawDay(points) {
   ]);
 }
 
+async function drawLogs() {
+  const parts = await ask("/console/logs"), select = at("log"), before = select.value;
+  at("logs-part").hidden = !parts.length;
+  if (parts.join() !== select.dataset.parts) {
+    select.dataset.parts = parts.join();
+    select.replaceChildren(...["", ...parts].map((part) => new Option(part || "none", part)));
+    select.value = parts.includes(before) ? before : "";
+  }
+  await followLog();
+}
+
+async function followLog() {
+  const part = at("log").value, shown = at("log-text");
+  shown.hidden = !part;
+  if (!part) return;
+  const { text } = await ask(`/console/logs/${encodeURIComponent(part)}`);
+  if (part !== at("log").value || text === shown.textContent) return;
+  const wasAtEnd = shown.dataset.part !== part || shown.scrollTop + shown.clientHeight > shown.scrollHeight - 30;
+  shown.dataset.part = part;
+  shown.textContent = text;
+  if (wasAtEnd) shown.scrollTop = shown.scrollHeight;
+}
+
 async function drawRuns() {
   const rows = await ask("/console/runs");
   table("runs", [
@@ -293,6 +316,9 @@ async function look() {
     if (Date.now() - operatingRead > LONG_MS / 2) {
       operatingRead = Date.now();
       await drawOperating(state);
+      await drawLogs();
+    } else {
+      await followLog();
     }
     if (Date.now() - runsRead > LONG_MS) {
       runsRead = Date.now();
@@ -334,6 +360,7 @@ at("key-form").onsubmit = (event) => {
   runsRead = operatingRead = 0;
   look();
 };
+at("log").onchange = () => followLog().catch(said);
 for (const one of document.querySelectorAll("[data-act]")) {
   one.onclick = () => perform(one.dataset.act, "", `${one.textContent} the service?`);
 }

@@ -5,6 +5,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from skyrl_actors.messages.errors import ConfigError
+
 PARTIAL = ".partial"
 
 
@@ -33,6 +35,23 @@ def write_durably(file: Path, text: str) -> None:
         staging.unlink(missing_ok=True)
         raise
     fsync(file.parent)
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Write and remove a file, and create the folder if needed. Raises ConfigError.
+
+    `key` is the key of the config that names the folder.
+    """
+    probe = folder / f".{uuid.uuid4().hex}{PARTIAL}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {folder} cannot be written ({error.strerror}); name a folder that this user "
+            "may write to"
+        ) from None
 
 
 def size_of(folder: Path) -> int:

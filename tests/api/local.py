@@ -32,6 +32,7 @@ from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
@@ -175,6 +176,25 @@ class LocalClient(ControllerClient):
         return found
 
 
+class FolderLogs:
+    """Logs in the files of a folder, in place of those that Ray reads."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def parts(self) -> list[str]:
+        return sorted(path.name for path in self._folder.glob("*"))
+
+    def newest(self, part: str, lines: int) -> str:
+        if part not in self.parts():
+            raise NotFound(f"no part {part}")
+        return "".join((self._folder / part).read_text().splitlines(keepends=True)[-lines:])
+
+
+def logs_of(config: ClusterConfig) -> FolderLogs:
+    return FolderLogs(config.checkpoint_dir.parent / "logs")
+
+
 @asynccontextmanager
 async def edge(
     config: ClusterConfig, backend: Any = None, **headers: str
@@ -187,7 +207,8 @@ async def edge(
     )
     await controller.start()
     transport = httpx.ASGITransport(
-        build_app(ApiState(config, LocalClient(controller))), raise_app_exceptions=False
+        build_app(ApiState(config, LocalClient(controller), logs_of(config))),
+        raise_app_exceptions=False,
     )
     async with httpx.AsyncClient(
         transport=transport, base_url="http://service/api/v1", headers=headers
@@ -239,7 +260,7 @@ async def serve(
     if room:
         backend.adapters = AdapterMemory(int(room), 1)
     controller = Controller(config, backend, SqlJournal(config.journal, KINDS))
-    state = ApiState(config, LocalClient(controller))
+    state = ApiState(config, LocalClient(controller), logs_of(config))
     if silent_s:
         controller._capacity.session_silent_s = float(silent_s)
         state.long_poll_s = 1.0

@@ -286,7 +286,7 @@ def test_the_page_works_in_a_browser(browser: Any, tmp_path: Path):
 
 def test_an_operator_acts_in_the_page(browser: Any, tmp_path: Path):
     from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
+    from selenium.webdriver.support.ui import Select, WebDriverWait
 
     def text(which: str) -> str:
         return browser.find_element(By.ID, which).text
@@ -299,6 +299,9 @@ def test_an_operator_acts_in_the_page(browser: Any, tmp_path: Path):
         return question
 
     wait = WebDriverWait(browser, 30)
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "controller"
+    log.write_text("the first line\n")
     with served(tmp_path, {"console": str(tmp_path)}) as url:
         anyone = httpx.Client(base_url=f"{url}/api/v1", timeout=20)
         opened = anyone.post("/create_session", json={"tags": [], "sdk_version": "0.5.0"})
@@ -312,3 +315,8 @@ def test_an_operator_acts_in_the_page(browser: Any, tmp_path: Path):
         assert session in confirmed("#sessions button")
         wait.until(lambda driver: "no sessions are open" in text("sessions"))
         assert anyone.post("/session_heartbeat", json={"session_id": session}).status_code == 410
+        Select(browser.find_element(By.ID, "log")).select_by_value("controller")
+        wait.until(lambda driver: "the first line" in text("log-text"))
+        with log.open("a") as file:
+            file.write("the next line\n")
+        wait.until(lambda driver: "the next line" in text("log-text"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_actors.api import routes_console
+from skyrl_actors.api import routes_console, routes_logs
 from skyrl_actors.config.cluster import HttpConfig
 from skyrl_actors.config.keys import digest_of
 from skyrl_actors.controller import recent
@@ -142,3 +142,21 @@ async def test_a_browser_over_plain_http_names_only_the_origin(
         sent = {"Origin": origin}
         answer = await http.post(f"{PAGE}/acts", json={"act": "resume"}, headers=sent)
         assert answer.status_code == status
+
+
+async def test_admins_read_the_newest_lines_of_logs_and_others_none(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    lines = [f"line {n}\n" for n in range(1000)]
+    (tmp_path / "logs" / "engine:0").write_text("".join(lines))
+    http = HttpConfig(api_keys=(f"ann={ANN}",))
+    async with edge(config_for(tmp_path, http=http)) as anyone:
+        admin = StoredKey(digest=digest_of(ROOT), name="ops", role="admin", created_at=1.0)
+        await keys_of(anyone).add_key(admin, "eve")
+        ann, root = holder(anyone, ANN), holder(anyone, ROOT)
+        assert (await root.get(f"{PAGE}/logs")).json() == ["engine:0"]
+        text = (await root.get(f"{PAGE}/logs/engine:0")).json()["text"]
+        assert text == "".join(lines[-routes_logs.LINES :])
+        assert (await root.get(f"{PAGE}/logs/passwords")).status_code == 404
+        for other in (ann, anyone):
+            assert (await other.get(f"{PAGE}/logs")).json() == []
+            assert (await other.get(f"{PAGE}/logs/engine:0")).status_code == 403

@@ -16,16 +16,16 @@ class Stuck(Exception):
 class NoSelector(selectors.BaseSelector):
     """A selector without files. Instead of waiting, it moves the clock to the next timer."""
 
-    def __init__(self, end_s: float = END_S) -> None:
+    def __init__(self, end_s: float | None = None) -> None:
         self.loop: Any = None  # the event loop, whose attribute `now` is its time
-        self._end_s = end_s
+        self._end_s = end_s  # None: END_S
 
     def select(self, timeout: float | None = None) -> list[Any]:
         assert self.loop is not None
         if timeout is None:
             raise Stuck("nothing is ready and no timer runs")
         self.loop.now += timeout
-        if self.loop.now > self._end_s:
+        if self.loop.now > (END_S if self._end_s is None else self._end_s):
             raise Stuck("the time is over")
         return []
 
