@@ -1,4 +1,4 @@
-"""CPU time of a controller for each operation.
+"""CPU time of a controller for each operation, with few and with many engines.
 
     python -m bench.scale
 
@@ -141,17 +141,21 @@ async def costs(controller: Part, rounds: int, only: str | None) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 128])
     parser.add_argument("--only", help="measure only operations with this in their name")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-scale-") as scratch:
-        engine = scale_parts.engine()
-        controller = scale_parts.controller(Path(scratch), 0, [engine.address] * options.engines)
-        try:
-            emit("scale", asyncio.run(costs(controller, options.rounds, options.only)))
-        finally:
-            controller.end()
-            engine.end()
+    found: dict[str, Any] = {}
+    for count in options.engines:
+        with tempfile.TemporaryDirectory(prefix="bench-scale-") as scratch:
+            engine = scale_parts.engine()
+            controller = scale_parts.controller(Path(scratch), [engine.address] * count)
+            try:
+                measured_now = asyncio.run(costs(controller, options.rounds, options.only))
+                found[f"{count} engines"] = measured_now
+            finally:
+                controller.end()
+                engine.end()
+    emit("scale", found)
 
 
 if __name__ == "__main__":

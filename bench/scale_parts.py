@@ -157,18 +157,18 @@ def _engine(pipe: Any) -> None:
     uvloop.run(serve())
 
 
-def config_in(folder: Path, shard: int = 0) -> ClusterConfig:
+def config_in(folder: Path) -> ClusterConfig:
     return ClusterConfig(
         checkpoint_dir=folder / "checkpoints",
-        journal=JournalConfig(folder=folder / f"journal{shard}"),
+        journal=JournalConfig(folder=folder / "journal"),
         lora=LoraConfig(max_adapters=4096),
         limits=LimitsConfig(models_per_key=4096, samples_in_flight=4096),
     )
 
 
-def _controller(folder: Path, shard: int, engines: list[Address], pipe: Any) -> None:
+def _controller(folder: Path, engines: list[Address], pipe: Any) -> None:
     async def serve() -> None:
-        config = config_in(folder, shard)
+        config = config_in(folder)
         backend = PooledBackend(str(folder), engines)
         controller = Controller(config, backend, build_journal(config.journal, KINDS))
         await controller.start()
@@ -242,8 +242,8 @@ def engine() -> Part:
     return Part(_engine)
 
 
-def controller(folder: Path, shard: int, engines: list[Address]) -> Part:
-    return Part(_controller, folder, shard, engines)
+def controller(folder: Path, engines: list[Address]) -> Part:
+    return Part(_controller, folder, engines)
 
 
 __all__ = ["MODEL", "Part", "controller", "engine"]

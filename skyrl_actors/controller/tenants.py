@@ -62,7 +62,8 @@ class TenantTable:
         self.samplers: OrderedDict[str, Sampler] = OrderedDict()
         self.lost: dict[str, str] = {}  # models that cannot be restored, and why
         self.silence = SilenceClock()
-        self._expired: dict[str, str] = {}  # retired samplers of live sessions, and why
+        # By live session: its retired samplers, and why.
+        self._expired: dict[str, dict[str, str]] = {}
         self._unnamed: dict[str, OrderedDict[str, Sampler]] = {}  # by their model
         self._of_version: Counter[str] = Counter()
 
@@ -95,8 +96,9 @@ class TenantTable:
         """Return an open sampler. Raises NotFound, with the reason if it was retired."""
         if sampler_id in self.samplers:
             return self.samplers[sampler_id]
-        if sampler_id in self._expired:
-            raise NotFound(f"sampler {sampler_id!r} was dropped: {self._expired[sampler_id]}")
+        why = self._expired.get(sampler_id.partition(":")[0], {}).get(sampler_id)
+        if why is not None:
+            raise NotFound(f"sampler {sampler_id!r} was dropped: {why}")
         raise NotFound(f"unknown sampler {sampler_id!r}")
 
     def add_sampler(self, sampler: Sampler, keep: int) -> list[Sampler]:
@@ -132,7 +134,7 @@ class TenantTable:
         """Remove a sampler, and keep the reason for later requests of its session."""
         sampler = self._drop(sampler_id)
         if sampler is not None and sampler.session_id is not None:
-            self._expired[sampler_id] = sampler.ended
+            self._expired.setdefault(sampler_id.partition(":")[0], {})[sampler_id] = sampler.ended
 
     def _drop(self, sampler_id: str) -> Sampler | None:
         sampler = self.samplers.pop(sampler_id, None)
@@ -150,11 +152,7 @@ class TenantTable:
 
     def forget_expired(self, session_id: str) -> None:
         """Forget the retired samplers of a session that ended."""
-        self._expired = {
-            sampler_id: why
-            for sampler_id, why in self._expired.items()
-            if not sampler_id.startswith(f"{session_id}:")
-        }
+        self._expired.pop(session_id, None)
 
     def models_of(self, session_id: str) -> list[Model]:
         return [model for model in self.models.values() if model.session_id == session_id]

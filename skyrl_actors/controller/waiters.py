@@ -58,7 +58,7 @@ class ResultTable:
         self.num_bytes += num_bytes
         self._drop_expired(now)
         while self.num_bytes > self._limit_bytes:
-            self._drop_oldest(max(self._bytes_of, key=lambda name: self._bytes_of[name]))
+            self._drop_oldest(max(self._bytes_of, key=self._bytes_of.__getitem__))
 
     def _drop_expired(self, now: float) -> None:
         while self._arrivals and now - self._arrivals[0][0] > self.ttl_s:
