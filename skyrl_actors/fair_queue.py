@@ -7,10 +7,11 @@ tenant without requests earns no credit for that time. Requests of one tenant ke
 
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+OUTDATED = 64  # entries of the heap that may be outdated, besides one for each tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +102,10 @@ class FairQueue(Generic[T]):
         tenant.clock += amount
         if tenant.waiting:
             heappush(self._next, (tenant.clock, tenant.order, tenant.name))
+        if len(self._next) > 2 * len(self._tenants) + OUTDATED:
+            present = (one for one in self._tenants.values() if one.waiting)
+            self._next = [(one.clock, one.order, one.name) for one in present]
+            heapify(self._next)
 
     def _forget(self, tenant: Tenant) -> None:
         """Remove an idle tenant. One that was given more than others keeps its clock.

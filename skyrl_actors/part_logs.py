@@ -44,7 +44,7 @@ class PartLogs:
                 errors="replace",
                 filter_ansi_code=plain,
             )
-        except RayStateApiException as error:
+        except (RayStateApiException, OSError, ValueError) as error:  # OSError: no connection
             raise Unavailable(
                 f"Ray's dashboard, which reads logs on all machines, does not answer: {error}"
             ) from None

@@ -35,7 +35,7 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
         limit = limit_of(request.url.path, limits, bases)
         body = await read_body(request, limit)
         check_json_size(body, limit)
-        longest, most = bases.max_sample_tokens, state.config.samples_in_flight
+        longest, most = bases.max_sample_tokens, state.configs.samples_in_flight
         found = await run_sized(len(body), _validated, model, body, check, longest, most)
         request.state.body_lease.release()
         if isinstance(found, Faults):

@@ -30,7 +30,7 @@ async def client_config(request: Request) -> dict[str, Any]:
         "pjwt_auth_enabled": credentials.required and flags["pjwt_auth_enabled"],
         "fwdbwd_max_chunk_len": MAX_DATUMS,
         "fwdbwd_max_chunk_bytes_count": min(limits.body_bytes // 2, 32 * 2**20),
-        "sample_max_concurrent_requests": state_of(request).config.samples_in_flight,
+        "sample_max_concurrent_requests": state_of(request).configs.samples_in_flight,
     }
 
 

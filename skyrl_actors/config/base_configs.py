@@ -19,5 +19,10 @@ class BaseConfigs:
         """Return the config of a base model; that of the default for an unknown name."""
         return self._own.get(base_model, self.default)
 
+    @property
+    def samples_in_flight(self) -> int:
+        """The most of any base model."""
+        return max(config.samples_in_flight for config in self._own.values())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)

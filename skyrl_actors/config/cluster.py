@@ -258,7 +258,8 @@ class ClusterConfig(FrozenConfig):
     @property
     def samples_in_flight(self) -> int:
         """Number of sequences in the engines at once. Further ones queue in the controller."""
-        at_once = self.engine.num_engines * self.engine.max_num_seqs
+        engines = self.engine.num_engines + len(self.engine.external)
+        at_once = engines * self.engine.max_num_seqs
         return self.limits.samples_in_flight or max(SAMPLES_IN_FLIGHT, at_once)
 
     def served(self) -> dict[str, "ClusterConfig"]:

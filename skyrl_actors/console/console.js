@@ -3,7 +3,7 @@
 const EVERY_MS = 2000, KEPT_S = 300, LONG_MS = 10000;
 const COLOURS = { TRAIN: "#2f6fde", STEP: "#7c5cff", SYNC: "#e08b00", SAMPLE: "#11a36a", IDLE: "#98a2b3", HEALING: "#c5303a" };
 const history = [];  // {at, trained, sampled, open}
-let chosen = null, runsRead = 0, operatingRead = 0, key = sessionStorage.getItem("key") || "";
+let chosen = null, runsRead = 0, operatingRead = 0, partsRead = 0, logsAsked = false, key = sessionStorage.getItem("key") || "";
 
 const at = (id) => document.getElementById(id);
 const number = (x, digits = 3) => x === null || x === undefined ? "" : Number(x).toLocaleString("en", { maximumSignificantDigits: digits });
@@ -225,15 +225,31 @@ function drawDay(points) {
   ]);
 }
 
+// Logs come from another process, so a fault there is shown here alone, and the rest of the page does not wait.
 async function drawLogs() {
+  if (logsAsked) return;
+  logsAsked = true;
+  try {
+    if (Date.now() - partsRead > LONG_MS / 2) {
+      partsRead = Date.now();
+      await drawParts();
+    }
+    await followLog();
+    at("log-notice").textContent = "";
+  } catch (error) {
+    at("log-notice").textContent = `${error.message || error}`;
+  } finally {
+    logsAsked = false;
+  }
+}
+
+async function drawParts() {
   const parts = await ask("/console/logs"), select = at("log"), before = select.value;
   at("logs-part").hidden = !parts.length;
-  if (parts.join() !== select.dataset.parts) {
-    select.dataset.parts = parts.join();
-    select.replaceChildren(...["", ...parts].map((part) => new Option(part || "none", part)));
-    select.value = parts.includes(before) ? before : "";
-  }
-  await followLog();
+  if (parts.join() === select.dataset.parts) return;
+  select.dataset.parts = parts.join();
+  select.replaceChildren(...["", ...parts].map((part) => new Option(part || "none", part)));
+  select.value = parts.includes(before) ? before : "";
 }
 
 async function followLog() {
@@ -316,10 +332,8 @@ async function look() {
     if (Date.now() - operatingRead > LONG_MS / 2) {
       operatingRead = Date.now();
       await drawOperating(state);
-      await drawLogs();
-    } else {
-      await followLog();
     }
+    drawLogs();
     if (Date.now() - runsRead > LONG_MS) {
       runsRead = Date.now();
       await drawRuns();
@@ -357,10 +371,10 @@ at("key-form").onsubmit = (event) => {
   key = at("key").value.trim();
   sessionStorage.setItem("key", key);
   at("key").value = "";
-  runsRead = operatingRead = 0;
+  runsRead = operatingRead = partsRead = 0;
   look();
 };
-at("log").onchange = () => followLog().catch(said);
+at("log").onchange = drawLogs;
 for (const one of document.querySelectorAll("[data-act]")) {
   one.onclick = () => perform(one.dataset.act, "", `${one.textContent} the service?`);
 }

@@ -123,7 +123,10 @@ class NamedSamplers:
                 weights=sampler.weights,
             )
         )
-        return self._tenants.samplers.setdefault(sampler_id, sampler)
+        if (known := self._tenants.samplers.get(sampler_id)) is not None:
+            return known
+        self._tenants.put_sampler(sampler)
+        return sampler
 
     async def _pinned(
         self, sampler_id: str, session_id: str | None, base_model: str, path: str | None

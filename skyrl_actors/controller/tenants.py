@@ -1,7 +1,9 @@
 """Tables of the live sessions, their models and their samplers (pure, no effects)."""
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from skyrl_actors.controller.silence import SilenceClock
 from skyrl_actors.messages.errors import InternalError, NotFound
@@ -59,7 +61,8 @@ class TenantTable:
     def __init__(self) -> None:
         self.sessions: dict[str, TenantSession] = {}
         self.models: dict[str, Model] = {}
-        self.samplers: OrderedDict[str, Sampler] = OrderedDict()
+        self._samplers: OrderedDict[str, Sampler] = OrderedDict()
+        self.samplers: Mapping[str, Sampler] = MappingProxyType(self._samplers)
         self.lost: dict[str, str] = {}  # models that cannot be restored, and why
         self.silence = SilenceClock()
         # By live session: its retired samplers, and why.
@@ -116,7 +119,7 @@ class TenantTable:
     def put_sampler(self, sampler: Sampler) -> None:
         """Add a sampler, and remove none but an earlier one of this id."""
         self._drop(sampler.sampler_id)
-        self.samplers[sampler.sampler_id] = sampler
+        self._samplers[sampler.sampler_id] = sampler
         self._of_version[sampler.weights.version] += 1
         if sampler.owner is not None:
             mine = self._unnamed.setdefault(sampler.owner, OrderedDict())
@@ -137,7 +140,7 @@ class TenantTable:
             self._expired.setdefault(sampler_id.partition(":")[0], {})[sampler_id] = sampler.ended
 
     def _drop(self, sampler_id: str) -> Sampler | None:
-        sampler = self.samplers.pop(sampler_id, None)
+        sampler = self._samplers.pop(sampler_id, None)
         if sampler is None:
             return None
         self._of_version[sampler.weights.version] -= 1

@@ -59,17 +59,23 @@ class Batcher:
         """Queue the call, and return its result after its batch is computed."""
         future: asyncio.Future[LossOutput] = asyncio.get_running_loop().create_future()
         tokens = call.columns.num_tokens
-        self._queue.add(tenant_of(call.model_id), Waiting(call, future), tokens, call.weight)
+        waiting = Waiting(call, future)
+        ticket = self._queue.add(tenant_of(call.model_id), waiting, tokens, call.weight)
         if self._running is None:
             self._running = asyncio.create_task(self._drain())
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._queue.withdraw(ticket)  # unless it is computed already
+            raise
 
     async def _drain(self) -> None:
         try:
             while self._queue.first() is not None:
                 # Let calls that were submitted together join the batch.
                 await asyncio.sleep(0)
-                batch = self._next_batch()
+                if not (batch := self._next_batch()):
+                    break
                 try:
                     await self._run_batch([ticket.item for ticket in batch])
                 finally:
@@ -80,7 +86,8 @@ class Batcher:
 
     def _next_batch(self) -> list[Ticket[Waiting]]:
         first = self._queue.first()
-        assert first is not None
+        if first is None:  # all calls were cancelled
+            return []
         self._queue.take(first)
         batch, size = [first], first.item.call.columns.num_tokens
         if first.item.call.model_id in self._alone:

@@ -44,7 +44,7 @@ def check_writable(folder: Path, key: str) -> None:
     """
     probe = folder / f".{uuid.uuid4().hex}{PARTIAL}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe.touch()
         probe.unlink()
     except OSError as error:

@@ -1,6 +1,7 @@
 """The data of the console, with the application in-process."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from skyrl_actors.config.cluster import HttpConfig
 from skyrl_actors.config.keys import digest_of
 from skyrl_actors.controller import recent
 from skyrl_actors.messages.keys import StoredKey
-from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
+from tests.api.local import MODEL, AnsweringBackend, FolderLogs, config_for, edge, posted, resolved
 from tests.api.test_stored_keys import holder, keys_of
 
 ANN, BOB, ROOT = "tml-ann-12345", "tml-bob-12345", "tml-root-1234"
@@ -160,3 +161,23 @@ async def test_admins_read_the_newest_lines_of_logs_and_others_none(tmp_path: Pa
         for other in (ann, anyone):
             assert (await other.get(f"{PAGE}/logs")).json() == []
             assert (await other.get(f"{PAGE}/logs/engine:0")).status_code == 403
+
+
+async def test_logs_that_cannot_be_read_hold_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine:0").write_text("a line")
+    ended = threading.Event()
+    monkeypatch.setattr(routes_logs, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(FolderLogs, "newest", lambda *_: ended.wait(10))
+    try:
+        async with edge(config_for(tmp_path)) as http:
+            slow = await http.get(f"{PAGE}/logs/engine:0")
+            assert slow.status_code == 503 and "does not answer" in slow.text
+            for number in range(20):
+                assert (await http.get(f"{PAGE}/logs/odd{number}")).status_code == 404
+            locks = http._transport.app.state.answer_cache._locks  # type: ignore[attr-defined]
+            assert set(locks) == {"parts", "log of engine:0"}
+    finally:
+        ended.set()

@@ -120,3 +120,13 @@ def test_parking_needs_several_base_models_and_jobs_train_one():
     plain["cluster"] |= bases(a={})
     with pytest.raises(ValueError, match="a job trains one base model"):
         JobConfig.model_validate(plain)
+
+
+def test_the_edge_takes_as_many_samples_as_any_base_model_runs():
+    config = load(
+        CATALOGUE,
+        ["base_models.tiny.engine.max_num_seqs=2048", "limits.samples_in_flight=null"],
+    )
+    configs = BaseConfigs(config)
+    assert configs.samples_in_flight == 2048
+    assert {configs.of(name).samples_in_flight for name in configs} == {2048, 512}

@@ -80,6 +80,24 @@ def test_the_earliest_clock_is_always_served_first(
     assert asyncio.run(served(requests, limit, took)) == expected
 
 
+async def test_requests_that_leave_while_others_wait_leave_nothing_behind():
+    queue = FairQueue[str]()
+    queue.take(queue.add("first", "runs", 1))
+    queue.add("second", "waits", 1)
+    for number in range(1000):
+        queue.withdraw(queue.add(f"t{number % 3}", "leaves", 1))
+        queue.settle(_taken(queue, number), 0.0)
+    assert len(queue._next) < 100 and len(queue._tenants) <= 5
+
+
+def _taken(queue: FairQueue, number: int) -> Ticket:
+    queue.add(f"u{number}", "runs", 1)
+    ticket = queue.first()
+    assert ticket is not None
+    queue.take(ticket)
+    return ticket
+
+
 async def test_unused_tokens_of_a_sample_are_not_charged():
     requests = [("modest", 1, 32_000)] * 20 + [("other", 1, 100)] * 20
     order = await served(requests, limit=1, took=100)

@@ -151,3 +151,18 @@ async def test_tenants_get_equal_tokens_of_passes_not_equal_calls():
 async def test_tenants_get_tokens_of_passes_by_their_weights():
     tokens = await trained({"first": 3, "second": 1}, {"first": 4, "second": 4}, 50)
     assert abs(tokens["first"] / tokens["second"] - 3) < 0.2
+
+
+async def test_a_call_whose_caller_left_before_its_batch_is_not_computed():
+    ranks = Ranks()
+    batcher = Batcher(ranks.compute, 4)
+    tasks = await asked(batcher, call("a"), call("b"), call("c"))
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    ranks.gate.set()
+    assert await tasks[2] == "c" and ranks.batches == [["a"], ["c"]]
+    alone = asyncio.create_task(batcher.run(call("d")))
+    await asyncio.sleep(0)
+    alone.cancel()
+    await asyncio.sleep(0.01)
+    assert await batcher.run(call("e")) == "e" and ranks.batches[-1] == ["e"]

@@ -11,6 +11,7 @@ from skyrl_actors.storage.files import check_writable
 def test_a_folder_that_can_be_written_is_created_and_left_empty(tmp_path: Path):
     check_writable(tmp_path / "a" / "b", "checkpoint_dir")
     assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("place", ["/proc/checkpoints", "{tmp}/file/checkpoints"])
