@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ STEP_S, EXPORT_S = 0.02, 0.05
 BEGIN_OF_TIME = 1.8e9
 
 
-class InPlace(Executor):
+class InPlace(ThreadPoolExecutor):
     """Runs work at once, in the caller."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
@@ -90,7 +90,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector.loop = self
         self.now = 0.0
         self._clock_resolution = 1e-9
-        self._default_executor = InPlace()
+        self.set_default_executor(InPlace())
 
     def time(self) -> float:
         return self.now
@@ -410,7 +410,7 @@ def controller_on(folder: Path, farm: Farm, retention_s: float) -> Controller:
     journal = SqlJournal(config.journal, KINDS, wall)
     controller = Controller(config, farm, journal, wall=wall)
     controller._disk._pools = dict.fromkeys(controller._disk._pools, InPlace())
-    controller._examiner._threads = InPlace()  # type: ignore[assignment]
+    controller._examiner._threads = InPlace()
     return controller
 
 
@@ -434,19 +434,7 @@ async def started(folder: Path, farm: Farm, retention_s: float) -> tuple[Control
     return controller, time.perf_counter() - began
 
 
-@dataclass
-class Reading:
-    """What one interval showed. Waits are in virtual seconds."""
-
-    hour: float
-    cpu_s: float
-    rss_mib: float
-    journal_mib: int
-    rows: int
-    open_requests: int
-    operations: int
-    engines_busy: float
-    waits: dict[str, dict[str, float]]  # by kind of tenant and verb
+Reading = dict[str, Any]  # what one interval showed
 
 
 class Recorder:
@@ -479,19 +467,20 @@ class Recorder:
         return {"sampled": round(jain(sampled), 3), "trained": round(jain(trained), 3)}
 
     def _read(self, hour: float, seconds: float) -> Reading:
+        """Return sizes, the CPU time of this process, and waits in virtual seconds."""
         cpu_s, busy_s = time.process_time(), self.farm.busy_s
         number = self.controller._ledger.next_number
         files = (self.folder / "journal").rglob("*")
-        reading = Reading(
-            hour=round(hour, 2),
-            cpu_s=round(cpu_s - self._cpu_s, 1),
-            rss_mib=round(psutil.Process().memory_info().rss / 2**20, 1),
-            journal_mib=round(sum(f.stat().st_size for f in files if f.is_file()) / 2**20),
-            rows=_rows(self.controller.journal),
-            open_requests=self.controller.queue.num_open,
-            operations=number - self._number,
-            engines_busy=round((busy_s - self._busy_s) / (seconds * ENGINES), 3),
-            waits={
+        reading = {
+            "hour": round(hour, 2),
+            "cpu_s": round(cpu_s - self._cpu_s, 1),
+            "rss_mib": round(psutil.Process().memory_info().rss / 2**20, 1),
+            "journal_mib": round(sum(f.stat().st_size for f in files if f.is_file()) / 2**20),
+            "rows": _rows(self.controller.journal),
+            "open_requests": self.controller.queue.num_open,
+            "operations": number - self._number,
+            "engines_busy": round((busy_s - self._busy_s) / (seconds * ENGINES), 3),
+            "waits": {
                 what: {
                     "p50": round(statistics.median(found), 2),
                     "p95": round(statistics.quantiles(found, n=20)[-1], 2),
@@ -499,7 +488,7 @@ class Recorder:
                 for what, found in sorted(self.farm.waits.items())
                 if len(found) > 1
             },
-        )
+        }
         self._cpu_s, self._busy_s, self._number = cpu_s, busy_s, number
         self.farm.waits.clear()
         return reading
@@ -544,7 +533,7 @@ async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]
         },
         "refused": sum(t.refused for t in tenants),
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10),
-        "readings": [vars(reading) for reading in recorder.readings],
+        "readings": recorder.readings,
     }
     await again.journal.close()
     return found
