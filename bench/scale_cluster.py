@@ -268,7 +268,10 @@ class Farm(FakeBackend):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of tenant: how much it samples for one step, and the pause after the step."""
+    """A kind of tenant: how much it samples for one step, and the pause after the step.
+
+    `loops` of its steps run at once, so that with two it always has samples that wait.
+    """
 
     name: str
     count: int
@@ -276,12 +279,13 @@ class Kind:
     samples: int
     longest: int
     pause_s: float
+    loops: int
 
 
 KINDS_OF_TENANTS = (
-    Kind("light", 700, prompts=4, samples=8, longest=256, pause_s=600.0),
-    Kind("steady", 250, prompts=32, samples=8, longest=1024, pause_s=0.0),
-    Kind("bursty", 50, prompts=128, samples=8, longest=1024, pause_s=0.0),
+    Kind("light", 700, prompts=4, samples=8, longest=256, pause_s=600.0, loops=1),
+    Kind("steady", 250, prompts=32, samples=8, longest=1024, pause_s=0.0, loops=2),
+    Kind("bursty", 50, prompts=128, samples=8, longest=1024, pause_s=0.0, loops=2),
 )
 
 
@@ -294,7 +298,8 @@ class Tenant:
     farm: Farm
     tokens: int = 0  # sampled
     trained: int = 0  # tokens of passes
-    steps: int = 0
+    begun: int = 0  # steps
+    steps: int = 0  # that ended
     refused: int = 0
     seq: int = 0
     chance: random.Random = field(default_factory=random.Random)
@@ -328,6 +333,9 @@ class Tenant:
         spec = ModelSpec(model_id=self.model, base_model="tiny", lora=LoraSpec(rank=32))
         await self.run(controller, rq.CreateModel(spec=spec, session_id=self.session))
         self.beating = asyncio.ensure_future(self.beat(controller))
+        await asyncio.gather(*(self.loop(controller) for _ in range(self.kind.loops)))
+
+    async def loop(self, controller: Controller) -> None:
         while True:
             await self.step(controller)
             await asyncio.sleep(self.kind.pause_s * 2 * self.chance.random())
@@ -338,7 +346,8 @@ class Tenant:
             await controller.heartbeat(self.session)
 
     async def step(self, controller: Controller) -> None:
-        sampler = f"{self.session}:sample:{self.steps}"
+        sampler = f"{self.session}:sample:{self.begun}"
+        self.begun += 1
         await self.run(
             controller,
             rq.SaveForSampler(model_id=self.model, sampler_id=sampler, seq_id=self.next()),
