@@ -62,7 +62,7 @@ from tests.fakes import FakeBackend, changed
 from tests.simulation.clock import NoSelector
 
 HOUR_S = 3600.0
-ENGINES, PLACES = 128, 256  # sequences that one engine runs at once
+PLACES = 256  # sequences that one engine runs at once
 ENGINE_TOKENS_S, SEQUENCE_TOKENS_S = 500.0, 7.5  # in units of 8 tokens
 TRAIN_TOKENS_S, PASS_S, PASS_TOKENS = 400_000.0, 0.05, 131_072
 STEP_S, EXPORT_S = 0.02, 0.05
@@ -172,7 +172,7 @@ async def _nothing(*_: Any) -> None: ...
 class Farm(FakeBackend):
     """The training group and the engines of the cluster."""
 
-    def __init__(self, seed: int, slow: str):
+    def __init__(self, seed: int, slow: str, num_engines: int):
         super().__init__()
         self._chance = random.Random(seed)
         is_slow = slow == "training"
@@ -183,7 +183,7 @@ class Farm(FakeBackend):
         self.waits: dict[str, list[float]] = defaultdict(list)
         check = LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print)
         self.pool = EnginePool("scale", EngineConfig(), Path("/"), _nothing, check)
-        self.pool.engines = [Engine(number, self) for number in range(ENGINES)]
+        self.pool.engines = [Engine(number, self) for number in range(num_engines)]
         self._batcher = Batcher(self._compute, PASS_TOKENS)
         self._group = asyncio.Lock()
 
@@ -407,6 +407,7 @@ def jain(shares: list[float]) -> float:
 
 
 def controller_on(folder: Path, farm: Farm, retention_s: float) -> Controller:
+    places = len(farm.pool.engines) * PLACES
     config = ClusterConfig(
         checkpoint_dir=folder / "checkpoints",
         critic=None,
@@ -414,7 +415,7 @@ def controller_on(folder: Path, farm: Farm, retention_s: float) -> Controller:
             folder=folder / "journal", retention_s=retention_s, snapshot_operations=100
         ),
         lora=LoraConfig(max_adapters=1024),
-        limits=LimitsConfig(samples_in_flight=ENGINES * PLACES, open_requests=65_536),
+        limits=LimitsConfig(samples_in_flight=places, open_requests=65_536),
     )
     journal = SqlJournal(config.journal, KINDS, wall)
     controller = Controller(config, farm, journal, wall=wall)
@@ -488,7 +489,9 @@ class Recorder:
             "rows": _rows(self.controller.journal),
             "open_requests": self.controller.queue.num_open,
             "operations": number - self._number,
-            "engines_busy": round((busy_s - self._busy_s) / (seconds * ENGINES), 3),
+            "engines_busy": round(
+                (busy_s - self._busy_s) / (seconds * len(self.farm.pool.engines)), 3
+            ),
             "waits": {
                 what: {
                     "p50": round(statistics.median(found), 2),
@@ -509,7 +512,7 @@ def _rows(journal: Any) -> int:
 
 
 async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    farm = Farm(options.seed, options.slow)
+    farm = Farm(options.seed, options.slow, options.engines)
     controller, _ = await started(folder, farm, options.retention_s)
     kinds = [
         kind
@@ -575,6 +578,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--every-s", type=float, default=900.0)
     parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--engines", type=int, default=128)
     parser.add_argument("--retention-s", type=float, default=1800.0)
     parser.add_argument("--slow", choices=("sampling", "training"), default="sampling")
     parser.add_argument("--plot", type=Path, help="also draw the readings in this SVG file")

@@ -80,6 +80,28 @@ def test_the_earliest_clock_is_always_served_first(
     assert asyncio.run(served(requests, limit, took)) == expected
 
 
+async def test_a_newcomer_does_not_wait_for_what_a_burst_may_cost():
+    """A burst is charged its maximum while it runs. Who comes then is not charged for it."""
+    queue = FairQueue[str]()
+    queue.take(queue.add("early", "runs", 10))
+    burst = [queue.add("burst", "runs", 1000) for _ in range(100)]
+    for _ in burst:
+        first = queue.first()
+        assert first is not None
+        queue.take(first)
+    for name in ("early", "burst", "late"):
+        for _ in range(50):
+            queue.add(name, name, 10)
+    served = []
+    for _ in range(40):
+        first = queue.first()
+        assert first is not None
+        queue.take(first)
+        queue.settle(first, 10)
+        served.append(first.item)
+    assert abs(served.count("early") - served.count("late")) <= 2 and "burst" not in served
+
+
 async def test_requests_that_leave_while_others_wait_leave_nothing_behind():
     queue = FairQueue[str]()
     queue.take(queue.add("first", "runs", 1))
