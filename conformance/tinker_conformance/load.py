@@ -11,6 +11,7 @@ ADDED_S = 0.05  # that a call may wait beside its computation
 SMALL_S = 2.0  # for a call that computes nothing, beside a queue
 NOISE_S = 0.25  # that no other key caused
 FLOOD = 24
+ARRIVED_S = 0.05  # the SDK sends the calls of a flood in the background
 MODELS = 6
 
 
@@ -86,7 +87,8 @@ def fair_between_keys(server: Server) -> str:
     alone = median(_seconds(once) for _ in range(5))
     began = time.perf_counter()
     flood = [own.forward_backward(large, "cross_entropy") for _ in range(FLOOD)]
-    beside = _seconds(once)
+    time.sleep(ARRIVED_S)
+    beside = max(_seconds(once) for _ in range(3))
     for future in flood:
         server.got(future)
     whole = time.perf_counter() - began
