@@ -14,27 +14,25 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from bench.stub_engine import StubEngine, nothing
 from skyrl_actors import heap
 from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
 from skyrl_actors.colocation.phases import Phase
-from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import (
     ClusterConfig,
     EngineConfig,
     JournalConfig,
     LimitsConfig,
     LoraConfig,
-    RestartConfig,
 )
 from skyrl_actors.controller.bounds import RESULT_MEMORY_BYTES
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
-from skyrl_actors.engines.interface import BASE_VERSION, EngineCalls
+from skyrl_actors.engines.interface import EngineCalls
 from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import EnginePool
-from skyrl_actors.engines.replica import EngineReplica
 from skyrl_actors.journal.build import build_journal
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
@@ -70,40 +68,19 @@ class AnsweringEngine:
         return SampleOutput(sequences=(one,) * params.num_samples, version=version)
 
 
-class OverRpc(EngineReplica):
+class OverRpc(StubEngine):
     """An engine of the pool in another process, without Ray."""
 
     def __init__(self, name: str, address: Address):
-        super().__init__(name, RestartConfig(), lambda text: None)
-        self.lock = StateLock(BASE_VERSION, _no_load)
+        super().__init__(name)
 
         async def find() -> Address:
             return address
 
         self._rpc = RpcClient(find, EngineCalls)
-        self._step("started")
-        self._step("ready")
 
     async def ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
         return await self._rpc.call(getattr(EngineCalls, method.__name__), 1, *arguments, **named)
-
-    async def status(self) -> Any:
-        raise NotImplementedError
-
-    async def start(self) -> None:
-        raise NotImplementedError
-
-    async def take_over(self) -> bool:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        raise NotImplementedError
-
-    async def _come_back(self) -> None:
-        raise NotImplementedError
-
-
-async def _no_load(old: str, new: str) -> None: ...
 
 
 class OneDevice:
@@ -119,7 +96,7 @@ class PooledBackend(AnsweringBackend):
         super().__init__(folder)
         config = ClusterConfig()
         check = LogprobCheck(config.logprob_check, 1e-4, "float32", print)
-        self._pool = EnginePool("scale", EngineConfig(), Path(folder), _nothing, check)
+        self._pool = EnginePool("scale", EngineConfig(), Path(folder), nothing, check)
         self._pool.engines = [OverRpc(f"engine:{n}", a) for n, a in enumerate(engines)]
         self._phases = ColocatedPhaseLock(OneDevice(), Phase.SAMPLE, 60.0)  # type: ignore[arg-type]
 
@@ -143,9 +120,6 @@ class PooledBackend(AnsweringBackend):
                 1.0,
                 lambda: self._pool.sample(f"{request_id}.0", prompt, params, weights),
             )
-
-
-async def _nothing(*_: Any) -> None: ...
 
 
 def _engine(pipe: Any) -> None:

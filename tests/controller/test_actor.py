@@ -41,6 +41,8 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
     monkeypatch.setattr(actor, "build_backend", build)
     monkeypatch.setattr(actor.remote, "publish", nothing)
     monkeypatch.setattr(actor, "POLL_S", 0.01)
+    kept: list[str] = []
+    monkeypatch.setattr(actor.heap, "keep_present_objects", lambda: kept.append("kept"))
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
         checkpoint_dir=tmp_path / "checkpoints",
@@ -57,6 +59,7 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
     assert made.controller.epoch == 2 and backends[0].calls[-1] == ("close", "")
     assert "it is lost" in made.progress
     await client.call(ControllerCalls.heartbeat, "s1")
+    assert kept == ["kept", "kept"], "each start takes its objects out of the collector's view"
     with pytest.raises(NotFound):
         await client.call(ControllerCalls.retrieve, "r1", 0)
     await client.close()

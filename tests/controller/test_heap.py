@@ -1,0 +1,32 @@
+"""Objects of a started process are skipped by collections, and cycles among them do not leak."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from skyrl_actors import heap
+
+
+@pytest.fixture(autouse=True)
+def unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_present_objects_are_skipped_until_the_next_call_frees_their_cycles():
+    node = Node()
+    gone = weakref.ref(node)
+    heap.keep_present_objects()
+    assert gc.get_freeze_count() > 0
+    del node
+    gc.collect()
+    assert gone() is not None, "a collection visited objects that it should skip"
+    heap.keep_present_objects()
+    assert gone() is None
