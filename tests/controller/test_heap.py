@@ -15,13 +15,13 @@ def unfrozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-class Node:
-    def __init__(self) -> None:
-        self.itself = self
+class Node(list["Node"]):
+    """One that lists keep in cycles, and that weak references can follow."""
 
 
 def test_present_objects_are_skipped_until_the_next_call_frees_their_cycles():
     node = Node()
+    node.append(node)
     gone = weakref.ref(node)
     heap.keep_present_objects()
     assert gc.get_freeze_count() > 0
