@@ -53,7 +53,7 @@ LOADS = Load(clients=1), Load(per_s=1000), Load(clients=16)
 class NoJournal(SqlJournal):
     """A journal that writes nothing, to measure the rest of the controller."""
 
-    async def open(self, holder: str) -> JournalState:
+    async def open(self, holder: str, wait: bool = False) -> JournalState:
         return JournalState(epoch=1, next_number=1)
 
     async def write(self, *entries: Entry) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ray.actor import ActorHandle
 
 from skyrl_actors.controller.calls import CatalogCalls, ControllerCalls, SessionCatalogCalls
+from skyrl_actors.controller.successor import actor_names
 from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.requests import Request
@@ -18,7 +19,8 @@ from skyrl_actors.messages.results import Completion, Failure, PartialSample, Re
 from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled, typed_ray
+from skyrl_actors.remote import NAMESPACE, ActorDied, ended, node_address, settled, typed_ray
+from skyrl_actors.remote import named as named_actor
 from skyrl_actors.transport.protocols import calls_of
 from skyrl_actors.transport.rpc import Address, RpcClient
 
@@ -28,17 +30,16 @@ PATIENCE_S = 45.0  # an SDK gives up one attempt after a minute
 GRACE_S = 3.0
 COPY_TIMEOUT_S = 55.0  # an SDK gives up after a minute and repeats; the copy continues
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+VANISHED_S = 3.0
 BULK_BYTES = 64 * 2**10
 
 
-def actor_name(name: str) -> str:
-    """Return the name of the controller actor of a service."""
-    return f"{name}:controller"
-
-
-def find_controller(name: str) -> ActorHandle[Any]:
-    """Return the controller actor of this service. Raises ValueError when there is none."""
-    return typed_ray.get_actor(actor_name(name), namespace=NAMESPACE)
+def find_controller(name: str) -> tuple[ActorHandle[Any], ...]:
+    """Return the processes of a service's controller. Raises ValueError when there is none."""
+    first, second = actor_names(name)
+    found = typed_ray.get_actor(first, namespace=NAMESPACE)
+    successor = named_actor(second)
+    return (found,) if successor is None else (found, successor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,37 @@ class ControllerClient:
     """A client of the controller that retries calls.
 
     Every call is idempotent. A call that fails because the controller died is repeated for
-    `patience_s`, while Ray restarts it. Then the client raises Unavailable, which SDKs retry.
+    `patience_s`, while Ray restarts it or another of its processes takes over. Then the client
+    raises Unavailable, which SDKs retry.
     """
 
-    def __init__(self, handle: ActorHandle[Any], patience_s: float = PATIENCE_S):
-        self.handle = handle
+    def __init__(self, *processes: ActorHandle[Any], patience_s: float = PATIENCE_S):
         self.patience_s = patience_s
-        self._connection = RpcClient(self._address, ControllerCalls)
+        self._processes = processes
+        self._connection = RpcClient(self._address, ControllerCalls, VANISHED_S)
         # A separate connection, so that small calls do not wait behind large ones.
-        self._bulk_connection = RpcClient(self._address, ControllerCalls)
+        self._bulk_connection = RpcClient(self._address, ControllerCalls, VANISHED_S)
 
     async def _address(self) -> Address:
-        return await settled(self.handle.get_rpc_address.remote(node_address()))
+        """Return the address of the process that has the turn, which answers first."""
+        here = node_address()
+        asked = [
+            asyncio.ensure_future(settled(process.get_rpc_address.remote(here)))
+            for process in self._processes
+        ]
+        error = ActorDied("no process of the controller answers")
+        try:
+            for answer in asyncio.as_completed(asked):
+                try:
+                    address: Address | None = await answer
+                except ActorDied as died:
+                    error = died
+                    continue
+                if address is not None:
+                    return address
+            raise error
+        finally:
+            await ended(*asked)
 
     def within(self, limits: Limits) -> ControllerCalls:
         """Return the controller's methods, to be called within these limits."""

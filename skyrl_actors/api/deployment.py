@@ -59,7 +59,7 @@ class TinkerApi:
 
     def __init__(self, config: ClusterConfig):
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
-        client = ControllerClient(find_controller(config.name))
+        client = ControllerClient(*find_controller(config.name))
         self.state = ApiState(config, client, PartLogs(config.name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

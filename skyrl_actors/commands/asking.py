@@ -22,7 +22,7 @@ def asked(service: str, call: Callable[[ControllerCalls], Awaitable[T]]) -> T:
     join(service)
 
     async def run() -> Any:
-        return await call(ControllerClient(find_controller(service)).calls)
+        return await call(ControllerClient(*find_controller(service)).calls)
 
     return asyncio.run(run())
 

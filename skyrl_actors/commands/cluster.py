@@ -25,12 +25,13 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from skyrl_actors import remote
-from skyrl_actors.api.client import NAMESPACE, actor_name
+from skyrl_actors.api.client import NAMESPACE
 from skyrl_actors.backends.base_models import SEED, base_model_folder, cache_dir
 from skyrl_actors.commands.terminal import bar, note
 from skyrl_actors.config.base_models import MadeBase, TinyVlBase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.actor import ControllerActor
+from skyrl_actors.controller.successor import actor_names
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.jobs.shapes import shape_demonstrations
 from skyrl_actors.messages.errors import ConfigError
@@ -223,16 +224,34 @@ def create_controller(
     A detached controller outlives this process. If it dies, Ray restarts it, and it resumes from
     its journal.
     """
+    first, second = actor_names(config.name)
+    successor = second if config.restart.standby_controller else None
+    return _created(first, successor, config, base_folders, detached)
+
+
+def create_successor(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
+    """Create the second process of a started controller, if the config has one."""
+    if config.restart.standby_controller:
+        note("starting the standby controller")
+        first, second = actor_names(config.name)
+        _created(second, first, config, base_folders, True)
+
+
+def _created(
+    name: str,
+    successor: str | None,
+    config: ClusterConfig,
+    base_folders: Mapping[str, Path],
+    detached: bool,
+) -> ActorHandle[Any]:
     options: dict[str, Any] = {"lifetime": "detached", "max_restarts": -1} if detached else {}
+    if successor is not None:
+        options["scheduling_strategy"] = "SPREAD"  # on two machines if there are two
     actor_class: Any = ray.remote(ControllerActor).options(
-        name=actor_name(config.name),
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_concurrency=100_000,
-        **options,
+        name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
     )
     folders = {name: str(folder) for name, folder in base_folders.items()}
-    return actor_class.remote(config, folders, detached)
+    return actor_class.remote(config, folders, detached, successor)
 
 
 async def wait_until_started(controller: ActorHandle[Any]) -> None:
@@ -249,12 +268,20 @@ async def wait_until_started(controller: ActorHandle[Any]) -> None:
     await starting
 
 
-async def close_controller(controller: ActorHandle[Any]) -> None:
-    """Close the controller, then kill its actor even if closing failed or timed out."""
+async def close_controller(*processes: ActorHandle[Any]) -> None:
+    """Close the controller, then kill its actors even if closing failed or timed out."""
+    closing = asyncio.gather(
+        *(settled(process.close.remote()) for process in processes), return_exceptions=True
+    )
     try:
-        await asyncio.wait_for(settled(controller.close.remote()), STOP_TIMEOUT_S)
+        outcomes = await asyncio.wait_for(closing, STOP_TIMEOUT_S)
     finally:
-        typed_ray.kill(controller)
+        for process in processes:
+            typed_ray.kill(process)
+    # The process that has the turn ends the other one.
+    errors = [error for error in outcomes if isinstance(error, Exception)]
+    if len(errors) == len(processes) or not all(isinstance(e, remote.ActorDied) for e in errors):
+        raise errors[0]
 
 
 def end_parts(name: str) -> None:

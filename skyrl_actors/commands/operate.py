@@ -146,7 +146,7 @@ def drain(timeout: str, service: str) -> bool:
     if not timeout_s:
         return True
     join(service)
-    left = asyncio.run(_until_idle(ControllerClient(find_controller(service)), timeout_s))
+    left = asyncio.run(_until_idle(ControllerClient(*find_controller(service)), timeout_s))
     if left:
         console.print(f"{left} requests are open after {timeout}; `requests` lists them")
     else:

@@ -175,6 +175,7 @@ def refuse_other_edge(config: ClusterConfig) -> None:
 async def _start_controller(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
     controller = cluster.create_controller(config, base_folders, detached=True)
     await cluster.wait_until_started(controller)
+    cluster.create_successor(config, base_folders)
 
 
 def start_ingress(config: ClusterConfig) -> None:
@@ -274,12 +275,12 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
     path = named if named.is_absolute() or named.exists() else PROJECT / named
     config = with_absolute_paths(load(path, arguments.get("overrides", ())))
     try:
-        running = find_controller(config.name)
+        running = find_controller(config.name)[0]
     except ValueError:
         base_folders = cluster.prepare_base_models(config)
         with ExitStack() as undo:
             # the next deploy would otherwise find a controller that serves nothing
-            undo.callback(lambda: typed_ray.kill(find_controller(config.name)))
+            undo.callback(lambda: [typed_ray.kill(p) for p in find_controller(config.name)])
             asyncio.run(_start_controller(config, base_folders))
             undo.pop_all()
     else:
@@ -323,7 +324,7 @@ def read_spans(name: str) -> list[Span]:
         ConfigError: There is no service of that name.
     """
     join(name)
-    return asyncio.run(ControllerClient(find_controller(name)).once.spans())
+    return asyncio.run(ControllerClient(*find_controller(name)).once.spans())
 
 
 def status(name: str, as_json: bool) -> bool:
@@ -342,7 +343,7 @@ def status(name: str, as_json: bool) -> bool:
 
 async def _status(name: str) -> dict[str, Any]:
     join(name)
-    return await ControllerClient(find_controller(name)).once.status()
+    return await ControllerClient(*find_controller(name)).once.status()
 
 
 def join(name: str) -> None:
@@ -370,7 +371,7 @@ def stop(name: str) -> None:
         if not state["started_ray"]:  # otherwise Serve stops together with Ray
             _delete_endpoint(name)
         try:
-            asyncio.run(cluster.close_controller(find_controller(name)))
+            asyncio.run(cluster.close_controller(*find_controller(name)))
             ran = True
         except ValueError:
             note(f"no controller of {name!r} is running")

@@ -20,6 +20,8 @@ def show_status(content: dict[str, Any]) -> None:
         f"at {content['url']}  sessions {content['sessions']}  "
         f"samplers {content['samplers']}  open requests {content['open_requests']}"
     )
+    if "standby" in content:
+        console.print(f"controller {content['process']}  standby {content['standby'] or 'none'}")
     bases: dict[str, dict[str, Any]] = content.get("base_models", {})
     show_rows("base models", [{"name": name, **_plain(base)} for name, base in bases.items()])
     show_rows("models", content["models"])

@@ -13,12 +13,13 @@ from pathlib import Path
 from ray.exceptions import RayError
 
 from skyrl_actors import remote
-from skyrl_actors.api.client import actor_name, find_controller
+from skyrl_actors.api.client import find_controller
 from skyrl_actors.commands import cluster, serve
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
+from skyrl_actors.controller.successor import actor_names
 from skyrl_actors.journal.journal import reading
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.remote import typed_ray
@@ -54,7 +55,7 @@ def _check_same_state(config: ClusterConfig) -> None:
     """Raise ConfigError if the running service has its state elsewhere."""
     try:
         running: ClusterConfig = typed_ray.get(
-            find_controller(config.name).settings.remote(), timeout=serve.SETTINGS_S
+            find_controller(config.name)[0].settings.remote(), timeout=serve.SETTINGS_S
         )
         changed = differing(to_yaml(running), to_yaml(config))
     except (RayError, pickle.PickleError, AttributeError, TypeError) as error:
@@ -70,6 +71,7 @@ def _check_same_state(config: ClusterConfig) -> None:
 
 
 async def _replaced(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
-    await remote.end_named([actor_name(config.name)])
+    await remote.end_named(actor_names(config.name))
     controller = cluster.create_controller(config, base_folders, detached=True)
     await cluster.wait_until_started(controller)
+    cluster.create_successor(config, base_folders)

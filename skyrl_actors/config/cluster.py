@@ -186,6 +186,13 @@ class RestartConfig(FrozenConfig):
         "up. One operation is tried once less, so that it fails before its actor is given up",
     )
 
+    standby_controller: bool = Field(
+        default=False,
+        description="a second controller process of a service, which takes over when the first one "
+        "dies. On several machines it needs journal.url, and journal.folder and checkpoint_dir on "
+        "shared storage; then it also takes over when a machine vanishes",
+    )
+
     @property
     def attempts(self) -> int:
         """How often one operation is tried if its ranks die while it runs."""

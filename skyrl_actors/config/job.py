@@ -300,6 +300,11 @@ class JobConfig(FrozenConfig):
                 "a job keeps its checkpoints in its run's folder; set run.folder instead of "
                 "cluster.checkpoint_mirror"
             )
+        if self.cluster.restart.standby_controller:
+            raise ValueError(
+                "cluster.restart.standby_controller: a job's controller ends with the job; leave "
+                "it out"
+            )
         if self.cluster.journal.url is not None:
             raise ValueError(
                 "a job's journal exists only while it runs, in its run's folder; "

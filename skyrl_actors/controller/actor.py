@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,11 +16,13 @@ from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.bounds import RESULT_MEMORY_BYTES
 from skyrl_actors.controller.calls import ControllerCalls, ProcessCalls
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.successor import Successor, own_process
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.build import build_journal
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.observe.process import Observed
 from skyrl_actors.observe.spans import SPANS, Span
+from skyrl_actors.remote import ended
 from skyrl_actors.transport.protocols import methods_of
 from skyrl_actors.transport.rpc import Address
 from skyrl_actors.transport.rpc_server import RpcServer
@@ -27,6 +30,8 @@ from skyrl_actors.transport.rpc_server import RpcServer
 log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
 POLL_S = 1.0
+TURN_S = 10.0
+HANG_UP_S = 0.2
 OF_PROCESS = methods_of(ProcessCalls)
 
 
@@ -37,16 +42,25 @@ class ControllerActor:
 
     Ray restarts this actor with the same arguments when its process dies. The first call then
     starts the controller, which opens its journal and attaches to the ranks and engines that run.
-    `base_folders` is by the name of a base model.
+    `base_folders` is by the name of a base model. `successor` is the name of the actor that takes
+    over when this one dies, if there is one.
     """
 
-    def __init__(self, config: ClusterConfig, base_folders: Mapping[str, str], detached: bool):
+    def __init__(
+        self,
+        config: ClusterConfig,
+        base_folders: Mapping[str, str],
+        detached: bool,
+        successor: str | None = None,
+    ):
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("controller")
         self.progress: list[str] = []
         self._arguments = (config, {n: Path(f) for n, f in base_folders.items()}, detached)
         self.controller = self.build_controller(*self._arguments)
         self._starting: asyncio.Task[ServedModels] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._successor = Successor(successor) if successor is not None else None
+        self._following: asyncio.Task[None] | None = None
         self._rpc = RpcServer(self._part_for, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
 
     def __repr__(self) -> str:
@@ -72,17 +86,25 @@ class ControllerActor:
 
         The next call after a failure tries again.
         """
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
-        return await asyncio.shield(self._starting)
+        return await asyncio.shield(self._begin(wait=False))
 
-    async def _start(self) -> ServedModels:
+    def _begin(self, wait: bool) -> asyncio.Task[ServedModels]:
+        """Start the controller if it does not start already. `wait`: once it has its turn."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(wait))
+        return self._starting
+
+    async def _start(self, wait: bool) -> ServedModels:
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._start_over)
-            able = await self.controller.start()
+            able = await self.controller.start(wait)
             undo.pop_all()
         heap.keep_present_objects()
-        self._watching = asyncio.create_task(self._reopen_when_lost())
+        self._watching = asyncio.create_task(self._watch())
+        if self._successor is not None:
+            if self.controller.journal.ended_silent:
+                await self._successor.end(restart=True)  # it stands still, or its machine is gone
+            self._following = asyncio.create_task(self._successor.follow())
         await remote.publish(
             self._arguments[0].name,
             {
@@ -97,21 +119,26 @@ class ControllerActor:
     def _lost(self) -> str | None:
         return self.controller.journal.lost or self.controller.backend.lost
 
-    async def _reopen_when_lost(self) -> None:
+    async def _watch(self) -> None:
         """Rebuild the controller, ranks and engines when the journal or the backend is lost.
 
         The journal is lost when its database lost confirmed entries: ranks and engines may be
-        ahead of it. The backend is lost when Ray does not place its slots.
+        ahead of it. The backend is lost when Ray does not place its slots. If another process has
+        the journal, this one ends: ranks and engines are no longer its own.
         """
-        while (lost := self._lost) is None:  # noqa: ASYNC110  plain attributes, without an event
-            await asyncio.sleep(POLL_S)
+        while (lost := self._lost) is None:
+            if (deposed := self.controller.journal.deposed) is not None:
+                log.critical("this process ends: %s", deposed)
+                os._exit(1)
+            await asyncio.sleep(POLL_S)  # plain attributes, without an event
         self._report(lost)
+        await ended(self._following)
         await housekeeping.attempt(
             "the controller was not closed in order", self.controller.close()
         )
         self._starting = None
         self.controller = self.build_controller(*self._arguments)
-        await self.start()
+        await self._begin(self._successor is not None)
 
     @property
     def _url(self) -> str:
@@ -124,13 +151,15 @@ class ControllerActor:
     async def _start_over(self) -> None:
         await self.controller.abandon()
         await asyncio.sleep(AFTER_FAILURE_S)  # calls during the pause get this failure
+        if self._successor is not None:  # it may have the turn now; callers hear why first
+            asyncio.get_running_loop().call_later(HANG_UP_S, self._rpc.hang_up)
         self._starting = None
         self.controller = self.build_controller(*self._arguments)
 
     async def _ensure_started(self) -> None:
         """Start the controller if needed. Raises Unavailable, so that clients retry."""
         try:
-            await self.start()
+            await asyncio.shield(self._begin(self._successor is not None))
         except SkyrlActorsError as error:
             raise Unavailable(f"the service does not start: {error}") from None
 
@@ -141,16 +170,30 @@ class ControllerActor:
         await self._ensure_started()
         return self.controller.part_for(method)
 
-    async def get_rpc_address(self, caller: str) -> Address:
-        """Return the address at which a process on that machine calls the other methods."""
+    async def get_rpc_address(self, caller: str) -> Address | None:
+        """Return the address at which a process on that machine calls the other methods.
+
+        None after `TURN_S` without the turn; ask both processes again.
+        """
+        if self._successor is not None:
+            self._begin(wait=True)
+            try:
+                await asyncio.wait_for(self.controller.opened.wait(), TURN_S)
+            except TimeoutError:
+                return None
         return await self._rpc.address_for(caller)
+
+    async def stand_by(self) -> str:
+        """Wait for the turn from now on, and return a name of this process."""
+        self._begin(wait=True)
+        return own_process()
 
     async def get_progress(self) -> list[str]:
         return self.progress
 
     async def fault(self) -> str | None:
-        if self._starting is None:  # the actor was restarted, and this is its first call
-            self._starting = asyncio.create_task(self._start())
+        # If the actor was restarted, this can be its first call.
+        self._begin(self._successor is not None)
         return self.controller.readiness.fault()
 
     def settings(self) -> ClusterConfig:
@@ -162,11 +205,21 @@ class ControllerActor:
         return list(SPANS.recent)
 
     async def status(self) -> dict[str, Any]:
-        return {**await self.controller.status(), "url": self._url}
+        content = await self.controller.status()
+        content |= {"url": self._url, "process": own_process()}
+        if self._successor is not None:
+            content["standby"] = self._successor.waiting
+            if self._successor.waiting is None:
+                content["warning"] = content["warning"] or "no standby controller is ready"
+        return content
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        """Stop the service. A process without the turn only ends its wait."""
+        await ended(self._watching, self._following)
+        if self._successor is not None:
+            if not self.controller.opened.is_set():
+                return
+            await self._successor.end(restart=False)
         await remote.publish(self._arguments[0].name, None)
         await self.controller.close()
         await self._rpc.close()

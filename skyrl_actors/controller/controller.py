@@ -7,7 +7,6 @@ Another controller on the same journal continues them.
 
 import asyncio
 import logging
-import os
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -49,6 +48,7 @@ from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.session_end import SessionEnd
 from skyrl_actors.controller.submission import Submission
+from skyrl_actors.controller.successor import own_process
 from skyrl_actors.controller.tasks import Tasks
 from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
 from skyrl_actors.controller.verbs.verb import VerbContext
@@ -88,6 +88,7 @@ class Controller:
         self.results = bounds.results_of()
         self.started_at = wall()
         self.epoch = 0
+        self.opened = asyncio.Event()  # the journal is open
         self.wall = wall
         self._closing = False
         self.folders = folders = CheckpointFolders(
@@ -158,11 +159,16 @@ class Controller:
         )
         self._parts = {method: part for calls, part in parts for method in methods_of(calls)}
 
-    async def start(self) -> ServedModels:
-        """Open the journal, attach to ranks and engines that run, and resume open requests."""
-        holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
-        journal_state = await self.journal.open(holder)
+    async def start(self, wait: bool = False) -> ServedModels:
+        """Open the journal, attach to ranks and engines that run, and resume open requests.
+
+        If another process has the journal, raises ConfigError, or waits for its end.
+        """
+        journal_state = await self.journal.open(
+            f"service {self.config.name!r} ({own_process()})", wait
+        )
         self.epoch = journal_state.epoch
+        self.opened.set()
         await self.admin.begin(journal_state)
         await self._disk.write("whole checkpoints", self.folders.align)
         able = await self.backend.start(journal_state.epoch)
@@ -178,18 +184,20 @@ class Controller:
         self.readiness.capabilities = able
         await self._resumption.run(unanswered, able)
         timeout_s = self.config.limits.session_timeout_s
-        retention_s = self.config.journal.retention_s
-        self._tasks.spawn(
-            housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s)
-        )
-        self._tasks.spawn(self._space.follow(self._disk))
-        self._tasks.spawn(self.admin.recent.follow(lambda: self.queue.num_open))
-        self._tasks.spawn(self._named_samplers.free_unused(timeout_s))
-        self._tasks.spawn(
+        for task in (
+            housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s),
+            self._space.follow(self._disk),
+            self.admin.recent.follow(lambda: self.queue.num_open),
+            self._named_samplers.free_unused(timeout_s),
             housekeeping.sweep(
-                self.folders, self._sessions, self.journal, self.sweep_s, retention_s
-            )
-        )
+                self.folders,
+                self._sessions,
+                self.journal,
+                self.sweep_s,
+                self.config.journal.retention_s,
+            ),
+        ):
+            self._tasks.spawn(task)
         return able
 
     def _bring_back_role(self, base_model: str, role: str) -> None:
@@ -315,7 +323,7 @@ class Controller:
     async def status(self) -> dict[str, Any]:
         """Return the state of the controller and its backend as JSON values."""
         backend = await self.backend.status() if self.readiness.capabilities else {}
-        mine = {
+        return {
             "name": self.config.name,
             "ready": self.readiness.capabilities is not None,
             "fault": self.readiness.fault(),
@@ -323,12 +331,8 @@ class Controller:
             "mode": self.admin.mode.mode,
             "disk": self._space.status(),
             "warning": self._space.warning(),
-        }
-        uptime_s = round(self.wall() - self.started_at, 1)
-        mine |= self._capacity.status()
-        return {
-            **mine,
-            "uptime_s": uptime_s,
+            **self._capacity.status(),
+            "uptime_s": round(self.wall() - self.started_at, 1),
             **overview.of(self.tenants, self.queue, self._replayer, self.admin.keys.label),
             **backend,
         }

@@ -5,13 +5,13 @@ It writes by group commit and reads in other threads.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl_actors import clock
@@ -24,6 +24,7 @@ from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.images import images_in, with_images
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.loading import newest_acts
+from skyrl_actors.journal.locks import LOCK_WAIT_S, DatabaseLock, FolderLock
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import KEEP_SNAPSHOTS, Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
@@ -44,7 +45,6 @@ from skyrl_actors.messages.usage import Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOCK_WAIT_S = 3.0
 FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, OverflowError)
 
 
@@ -61,8 +61,8 @@ class SqlJournal:
         self._packs = PackStore(self.folder / opening.PACKS)
         self._store: Store | None = None
         self._commits: GroupCommit | None = None
-        self._lock: opening.FolderLock | None = None
-        self._guard: sa.Connection | None = None
+        self._folder_lock: FolderLock | None = None
+        self._database_lock: DatabaseLock | None = None
         self._watchdog: Watchdog | None = None
 
     @property
@@ -74,44 +74,55 @@ class SqlJournal:
     def check(self) -> None:
         """Check that the journal could be opened, before any process starts. Raises ConfigError."""
         opening.check_folder(self.folder)
-        opening.FolderLock(self.folder, "").release()
-        engine = opening.connect(self._url)
-        try:
-            with _refused(f"the journal's database {self._url} cannot be used"):
-                opening.migrate(
-                    engine, self.folder, (self.folder / opening.MARKER).exists(), only_check=True
-                )
-        finally:
-            engine.dispose()
-
-    async def open(self, holder: str) -> JournalState:
-        return await asyncio.to_thread(self._open, holder)
-
-    def _open(self, holder: str) -> JournalState:
-        opening.check_folder(self.folder)
-        self._lock = opening.FolderLock(self.folder, holder, LOCK_WAIT_S)
-        engine = opening.connect(self._url)
-        with ExitStack() as undo:
-            undo.callback(self._lock.release)
+        with ExitStack() as undo, self._refused():
+            undo.callback(self._release)
+            self._take_lock("", 0.0)
+            engine = opening.connect(self._url)
             undo.callback(engine.dispose)
-            with _refused(f"the journal's database {self._url} cannot be used"):
-                if engine.dialect.name == "postgresql":
-                    self._guard = _advisory_lock(engine)
-                    undo.callback(self._guard.close)
-                marked = (self.folder / opening.MARKER).exists()
-                opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
-                self._store = Store(engine, self._packs)
-                journal_state = self._store.begin_epoch(
-                    holder, self._kinds, opening.last_epoch(self.folder)
-                )
-                opening.note_epoch(self.folder, journal_state.epoch)
-                # Remove what an interrupted snapshot left. The first sweep checks the packs.
-                self._folders.sweep(self._store.snapshot_folders())
+            marked = (self.folder / opening.MARKER).exists()
+            opening.migrate(engine, self.folder, marked, only_check=True)
+
+    async def open(self, holder: str, wait: bool = False) -> JournalState:
+        return await asyncio.to_thread(self._open, holder, math.inf if wait else LOCK_WAIT_S)
+
+    def _open(self, holder: str, wait_s: float = LOCK_WAIT_S) -> JournalState:
+        opening.check_folder(self.folder)
+        with ExitStack() as undo, self._refused():
+            undo.callback(self._release)
+            self._take_lock(holder, wait_s)
+            engine = opening.connect(self._url)
+            undo.callback(engine.dispose)
+            marked = (self.folder / opening.MARKER).exists()
+            opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
+            self._store = Store(engine, self._packs)
+            journal_state = self._store.begin_epoch(
+                holder, self._kinds, opening.last_epoch(self.folder)
+            )
+            opening.note_epoch(self.folder, journal_state.epoch)
+            # Remove what an interrupted snapshot left. The first sweep checks the packs.
+            self._folders.sweep(self._store.snapshot_folders())
             if engine.dialect.name == "postgresql":
                 self._watchdog = Watchdog(engine)
             self._commits = GroupCommit(self._store.write)
             undo.pop_all()
             return journal_state
+
+    def _refused(self) -> AbstractContextManager[None]:
+        return _refused(f"the journal's database {self._url} cannot be used")
+
+    def _take_lock(self, holder: str, wait_s: float) -> None:
+        """Take the lock of the database. A folder belongs to one database, by its marker."""
+        if self._url.get_backend_name() == "sqlite":
+            self._folder_lock = FolderLock(self.folder, holder, wait_s)
+        else:
+            self._database_lock = DatabaseLock(self._url)
+            self._database_lock.take(wait_s)
+
+    def _release(self) -> None:
+        if self._folder_lock is not None:
+            self._folder_lock.release()
+        if self._database_lock is not None:
+            self._database_lock.close()
 
     @property
     def trouble(self) -> str | None:
@@ -122,6 +133,15 @@ class SqlJournal:
     @property
     def lost(self) -> str | None:
         return None if self._store is None else self._store.lost
+
+    @property
+    def deposed(self) -> str | None:
+        by_lock = self._database_lock.deposed if self._database_lock is not None else None
+        return by_lock or (self._store.fenced if self._store is not None else None)
+
+    @property
+    def ended_silent(self) -> bool:
+        return self._database_lock is not None and self._database_lock.ended_silent
 
     @property
     def _writer(self) -> GroupCommit:
@@ -240,12 +260,9 @@ class SqlJournal:
     def _close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-        if self._guard is not None:
-            self._guard.close()
         if self._store is not None:
             self._store.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._release()
 
 
 @contextmanager
@@ -274,19 +291,3 @@ def _refused(what: str) -> Generator[None]:
         raise ConfigError(f"{what}: {reason(error)}") from None
     except OSError as error:
         raise ConfigError(f"{what}: {error}") from None
-
-
-def _advisory_lock(engine: sa.Engine) -> sa.Connection:
-    connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-    if not connection.execute(
-        sa.select(sa.func.pg_try_advisory_lock(opening.ADVISORY_LOCK))
-    ).scalar():
-        first = connection.execute(
-            sa.text("SELECT value FROM journal_info WHERE key = 'holder'")
-        ).scalar()
-        connection.close()
-        raise ConfigError(
-            f"the journal {engine.url} is in use by {first}; "
-            "stop it first, or set another journal.url"
-        )
-    return connection

@@ -1,10 +1,8 @@
 """Open a journal: check its owner, its user and its version. Every error states what to do."""
 
-import fcntl
 import json
 import os
 import sqlite3
-import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +23,7 @@ from skyrl_actors.storage.files import fsync, write_durably
 
 MARKER = "journal.json"
 DATABASE = "journal.db"
-LOCK = "journal.lock"
+LOCK = "journal.lock"  # see `locks`
 EPOCH = "journal.epoch"
 HOLD = "journal.hold"  # of files with the time until which nothing is swept
 STATEMENT_MS = 15_000  # longest time the database may take for one statement
@@ -43,7 +41,6 @@ OWN = {
     SNAPSHOTS,
 }
 VERSION_TABLE = "skyrl_actors_version"
-ADVISORY_LOCK = 0x536B7952
 
 
 def database_url(folder: Path, url: str | None) -> URL:
@@ -159,39 +156,6 @@ def check_folder(folder: Path) -> None:
             raise PermissionError(f"no right to read and write {folder}")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"the journal's folder {folder} cannot be used: {error}") from None
-
-
-class FolderLock:
-    """A lock that one process holds. The system releases it when that process ends."""
-
-    def __init__(self, folder: Path, holder: str, wait_s: float = 0.0):
-        self._stream = (folder / LOCK).open("a+")
-        if not self._taken(wait_s):
-            self._stream.seek(0)
-            first = self._stream.read().strip() or "an unknown process"
-            self._stream.close()
-            raise ConfigError(
-                f"the journal {folder} is in use by {first}; stop it first, "
-                "or set another journal.folder for this service"
-            )
-        self._stream.truncate(0)
-        self._stream.write(holder)
-        self._stream.flush()
-
-    def _taken(self, wait_s: float) -> bool:
-        """Try for `wait_s`, because a killed service may need a moment to end."""
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(0.05)
-
-    def release(self) -> None:
-        self._stream.close()
 
 
 def migrate(engine: sa.Engine, folder: Path, has_marker: bool, only_check: bool = False) -> str:

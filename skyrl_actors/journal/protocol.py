@@ -13,11 +13,12 @@ from skyrl_actors.messages.usage import Usage
 class Journal(Protocol):
     """A durable record of requests, answers and snapshots. One process writes it."""
 
-    async def open(self, holder: str) -> JournalState:
+    async def open(self, holder: str, wait: bool = False) -> JournalState:
         """Open the journal for this process.
 
-        Raises ConfigError when another process holds it, and names that process. Also when it is
-        not a journal of this project, or cannot be read or written.
+        Raises ConfigError when another process holds it, and names that process; with `wait` it
+        returns when that process is gone. Raises ConfigError also when it is not a journal of this
+        project, or cannot be read or written.
         """
         ...
 
@@ -36,6 +37,16 @@ class Journal(Protocol):
     @property
     def lost(self) -> str | None:
         """Why the journal must be opened again: its database lost confirmed commits. Else None."""
+        ...
+
+    @property
+    def deposed(self) -> str | None:
+        """Why this process must end: another one has opened the journal since. Else None."""
+        ...
+
+    @property
+    def ended_silent(self) -> bool:
+        """Whether it was taken from a process that may live on: that one did not react."""
         ...
 
     async def request(self, operation: Operation) -> Request:

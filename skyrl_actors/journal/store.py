@@ -61,6 +61,7 @@ class Store:
         self.engine = engine
         self.packs = packs
         self.epoch = 0
+        self.fenced: str | None = None  # why this process must not write any more
         self.lost: str | None = None  # why the journal must be opened again
         self.waiting: str | None = None  # the fault that hides whether a commit succeeded
         self.closing = threading.Event()
@@ -162,9 +163,10 @@ class Store:
             connection.execute(LAST_COMMIT).scalar_one(),
         )
         if int(epoch) > self.epoch:
-            raise Fenced(
+            self.fenced = (
                 "another service has opened this journal since; this one must not write any more"
             )
+            raise Fenced(self.fenced)
         missing = self._redo.since(found)
         if missing is None or int(epoch) < self.epoch:
             last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0

@@ -15,6 +15,7 @@ Calls wait while the connection is full. `rpc_server` is the other side.
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -50,11 +51,18 @@ class RpcClient:
 
     The first call connects, and so does the first call after a lost connection. Calls that run when
     the connection is lost raise ActorDied. `find` requests the actor's address through Ray.
-    `protocol` is the one that the actor serves.
+    `protocol` is the one that the actor serves. A connection is lost too when the actor's machine
+    acknowledges nothing for `vanished_s`; None: the system decides, after minutes.
     """
 
-    def __init__(self, find: Callable[[], Awaitable[Address]], protocol: type):
+    def __init__(
+        self,
+        find: Callable[[], Awaitable[Address]],
+        protocol: type,
+        vanished_s: float | None = None,
+    ):
         self._find = find
+        self._vanished_s = vanished_s
         self._encoding = CallEncoding(protocol)
         self._opening: asyncio.Task[Connection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -94,7 +102,10 @@ class RpcClient:
         return await asyncio.shield(self._opening)
 
     async def _connected(self) -> "Connection":
-        return Connection(await _stream_to(await self._find()), self._encoding)
+        stream = await _stream_to(await self._find())
+        if self._vanished_s is not None:
+            _detect_end(stream.transport.get_extra_info("socket"), self._vanished_s)
+        return Connection(stream, self._encoding)
 
     def hang_up(self) -> None:
         """Fail all running calls with ActorDied: the actor is known to be gone.
@@ -210,6 +221,14 @@ async def _stream_to(address: Address) -> FrameStream:
             f"the process at {address.host}:{address.port} does not know its secret"
         )
     return stream
+
+
+def _detect_end(connection: socket.socket, seconds: float) -> None:
+    """Lose the connection when the other machine acknowledges nothing for these seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 async def _is_actor(stream: FrameStream, secret: bytes) -> bool:

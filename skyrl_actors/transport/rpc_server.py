@@ -145,6 +145,11 @@ class RpcServer:
         stream.send_short(challenge.server_nonce + challenge.proof(self.token, "server"))
         return challenge.is_proven(self.token, "caller", await stream.receive())
 
+    def hang_up(self) -> None:
+        """Close all connections, so that their clients look for the actor again."""
+        for caller in list(self.callers):
+            caller.hang_up()
+
     async def close(self) -> None:
         """Accept no new connections. Open ones end with their clients."""
         await ended(*self._accepting, *self._unknown)
@@ -162,6 +167,9 @@ class Caller:
         self._under_way = self._bytes = self._burst = 0
         stream.lost.add_done_callback(self._gone)
         stream.serve(self._take, self._read_on)
+
+    def hang_up(self) -> None:
+        self._stream.abort()
 
     def _take(self, body: memoryview, arrays: int) -> None:
         number, method, arguments, named = self._server.encoding.decoded_call(body, arrays)

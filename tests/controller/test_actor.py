@@ -12,9 +12,17 @@ from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller import actor
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.catalog import SessionLabels
-from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.messages.errors import ConfigError, NotFound, Unavailable
 from skyrl_actors.transport.rpc import RpcClient
 from tests.fakes import FakeBackend
+
+
+def config_in(folder: Path) -> ClusterConfig:
+    return ClusterConfig(
+        base_model=TinyBase(name="tiny"),
+        checkpoint_dir=folder / "checkpoints",
+        journal=JournalConfig(folder=folder / "journal"),
+    )
 
 
 def _lose_journal_entries(controller: Any) -> None:
@@ -43,11 +51,7 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
     monkeypatch.setattr(actor, "POLL_S", 0.01)
     kept: list[str] = []
     monkeypatch.setattr(actor.heap, "keep_present_objects", lambda: kept.append("kept"))
-    config = ClusterConfig(
-        base_model=TinyBase(name="tiny"),
-        checkpoint_dir=tmp_path / "checkpoints",
-        journal=JournalConfig(folder=tmp_path / "journal"),
-    )
+    config = config_in(tmp_path)
     made = actor.ControllerActor(config, {"tiny": str(tmp_path)}, False)
     client = RpcClient(lambda: made._rpc.address("127.0.0.1"), ControllerCalls)
     assert await client.call(ControllerCalls.fault) == "the service is still starting"
@@ -64,3 +68,74 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
         await client.call(ControllerCalls.retrieve, "r1", 0)
     await client.close()
     await made.close()
+
+
+def process_in(folder: Path) -> actor.ControllerActor:
+    return actor.ControllerActor(config_in(folder), {"tiny": str(folder)}, False, "the other")
+
+
+@pytest.fixture
+async def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both processes of a controller, which has started in the first one."""
+
+    async def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    monkeypatch.setattr(actor, "build_backend", lambda *_: FakeBackend())
+    monkeypatch.setattr(actor.remote, "publish", nothing)
+    monkeypatch.setattr(actor.remote, "named", lambda name: None)
+    monkeypatch.setattr(actor.Successor, "end", nothing)
+    monkeypatch.setattr("skyrl_actors.transport.rpc_server.node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(actor, "TURN_S", 0.1)
+    monkeypatch.setattr(actor, "AFTER_FAILURE_S", 0.1)
+    monkeypatch.setattr(actor.heap, "keep_present_objects", lambda: None)
+    first, second = process_in(tmp_path), process_in(tmp_path)
+    await first.start()
+    yield first, second
+    await first.close()
+    await second.close()
+
+
+async def test_the_second_process_has_no_address_until_the_first_one_ends(two: Any):
+    first, second = two
+    client = RpcClient(lambda: first.get_rpc_address("127.0.0.1"), ControllerCalls)
+    await client.call(ControllerCalls.create_session, "s1", SessionLabels())
+    assert await second.get_rpc_address("127.0.0.1") is None
+    assert await second.stand_by() == actor.own_process()
+    asked = asyncio.create_task(second.get_rpc_address("127.0.0.1"))
+    await first.close()
+    client = RpcClient(lambda: asked, ControllerCalls)
+    await client.call(ControllerCalls.heartbeat, "s1")
+    assert second.controller.epoch == 2
+    await client.close()
+
+
+async def test_a_process_that_cannot_start_lets_the_other_one_try(two: Any, tmp_path: Path):
+    first, second = two
+    failing = second.controller
+
+    async def fails(wait: bool) -> Any:
+        await failing.journal.open("x", wait)
+        failing.opened.set()
+        raise Unavailable("no engine starts")
+
+    failing.start = fails
+    address = asyncio.create_task(second.get_rpc_address("127.0.0.1"))
+    await first.close()
+    client = RpcClient(lambda: address, ControllerCalls)
+    with pytest.raises(Unavailable, match="the service does not start: no engine starts"):
+        await client.call(ControllerCalls.heartbeat, "s1")
+    again = process_in(tmp_path)
+    await again.get_rpc_address("127.0.0.1")
+    async with asyncio.timeout(5):
+        while again.controller.readiness.capabilities is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(actor.HANG_UP_S)
+    assert second._rpc.callers == set(), "clients stay connected to a process without the turn"
+    await again.close()
+
+
+async def test_one_service_cannot_take_the_journal_of_another(two: Any, tmp_path: Path):
+    other = actor.ControllerActor(config_in(tmp_path), {"tiny": str(tmp_path)}, False)
+    with pytest.raises(ConfigError, match="in use by service 'skyrl-actors'"):
+        await other.start()

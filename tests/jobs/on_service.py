@@ -147,7 +147,7 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 async def run(name: str, base: str, folder: Path) -> dict[str, Any]:
-    client, found, teacher = ControllerClient(find_controller(name)), {}, ""
+    client, found, teacher = ControllerClient(*find_controller(name)), {}, ""
     for label, job in jobs(folder).items():
         # The running service has the layout colocated. Asynchronous jobs are slower in it but give
         # the same results. The config must name `split`, because it refuses them otherwise.

@@ -126,6 +126,8 @@ class SimJournal:
         self.chance = chance
         self.trouble: str | None = None
         self.lost: str | None = None
+        self.deposed: str | None = None
+        self.ended_silent = False
         self.dead = False
         self._turn = asyncio.Lock()
         self._epoch = 0
@@ -135,7 +137,7 @@ class SimJournal:
         if self.dead:
             await asyncio.Event().wait()
 
-    async def open(self, holder: str) -> JournalState:
+    async def open(self, holder: str, wait: bool = False) -> JournalState:
         await self._pass_time()
         disk = self.disk
         disk.epoch += 1

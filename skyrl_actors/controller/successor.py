@@ -1,0 +1,58 @@
+"""The other process of a controller, which takes over when this one dies.
+
+With `restart.standby_controller`, a controller has two processes of one kind. The journal decides
+whose turn it is; the other one has everything loaded and waits for its turn. A process that died is
+started again by Ray, and then waits. So each of them can have the turn.
+"""
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+
+from skyrl_actors import remote
+from skyrl_actors.remote import settled, typed_ray
+
+log = logging.getLogger(__name__)
+LOOK_S = 2.0
+ANSWER_S = 10.0
+
+
+def actor_names(service: str) -> tuple[str, str]:
+    """Return the names of the actors of both processes."""
+    return f"{service}:controller", f"{service}:controller:2"
+
+
+def own_process() -> str:
+    """Return a name of this process for operators."""
+    return f"process {os.getpid()} on {os.uname().nodename}"
+
+
+class Successor:
+    """What the process that has the turn knows of the other one, the actor of this name."""
+
+    def __init__(self, name: str):
+        self.waiting: str | None = None  # the process, while it waits for its turn
+        self._name = name
+
+    async def follow(self) -> None:
+        """Keep `waiting` up to date, and let a new process wait for its turn."""
+        while True:
+            self.waiting = await self._asked()
+            await asyncio.sleep(LOOK_S)
+
+    async def _asked(self) -> str | None:
+        actor = await asyncio.to_thread(remote.named, self._name)
+        if actor is None:
+            return None
+        try:
+            return await asyncio.wait_for(settled(actor.stand_by.remote()), ANSWER_S)
+        except (remote.ActorDied, TimeoutError):
+            return None
+
+    async def end(self, restart: bool) -> None:
+        """Kill the process. `restart`: Ray starts it again."""
+        self.waiting = None
+        with suppress(ValueError):
+            actor = typed_ray.get_actor(self._name, namespace=remote.NAMESPACE)
+            await asyncio.to_thread(typed_ray.kill, actor, no_restart=not restart)

@@ -1,0 +1,165 @@
+"""Locks on a journal: one process has it, and others are refused or wait for their turn.
+
+With SQLite it is a lock on a file, which the system releases when the process ends. With PostgreSQL
+it is an advisory lock of one session, so that it also ends with the machine of the process.
+
+A lock only says whose turn it is. Entries of a process that lost its turn without noticing are
+refused by the epoch of the next one (`store.FENCE`).
+"""
+
+import fcntl
+import logging
+import math
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError
+
+from skyrl_actors.journal import opening
+from skyrl_actors.messages.errors import ConfigError
+
+log = logging.getLogger(__name__)
+LOCK_WAIT_S = 3.0  # a killed process may need a moment to end
+LOOK_S = 0.05
+ADVISORY_LOCK = 0x536B7952
+BEAT_S = 0.4
+SILENCE_S = 2.0
+TRY = sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK))
+BEAT = sa.text("SELECT 1")
+HOLDER = sa.text("SELECT value FROM journal_info WHERE key = 'holder'")
+# The times are the database's own, so that the clocks of the processes do not matter.
+SILENT = sa.text(
+    "SELECT pid FROM pg_locks JOIN pg_stat_activity USING (pid) "
+    "WHERE locktype = 'advisory' AND granted AND classid = 0 AND objid = :lock AND objsubid = 1 "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+    "AND clock_timestamp() - state_change > make_interval(secs => :silence_s)"
+)
+END = sa.text("SELECT pg_terminate_backend(:pid)")
+
+
+class FolderLock:
+    """A lock on the journal's folder. The system releases it when this process ends."""
+
+    def __init__(self, folder: Path, holder: str, wait_s: float = 0.0):
+        self._stream = (folder / opening.LOCK).open("a+")
+        if not self._taken(wait_s):
+            self._stream.seek(0)
+            first = self._stream.read().strip() or "an unknown process"
+            self._stream.close()
+            raise ConfigError(
+                f"the journal {folder} is in use by {first}; stop it first, "
+                "or set another journal.folder for this service"
+            )
+        self._stream.truncate(0)
+        self._stream.write(holder)
+        self._stream.flush()
+
+    def _taken(self, wait_s: float) -> bool:
+        if wait_s == math.inf:  # the system wakes this thread
+            fcntl.flock(self._stream, fcntl.LOCK_EX)
+            return True
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(LOOK_S)
+
+    def release(self) -> None:
+        self._stream.close()
+
+
+class DatabaseLock:
+    """An advisory lock of a PostgreSQL journal, in a session that this object keeps busy.
+
+    A process that waits without limit ends the session of one that is silent for `SILENCE_S`: that
+    process stands still, or its machine vanished.
+    """
+
+    def __init__(self, url: URL):
+        self.deposed: str | None = None  # why this process has lost its turn
+        self.ended_silent = False  # whether it ended the session of a silent process
+        self._engine = opening.connect(url)
+        self._connection: sa.Connection | None = None
+        self._closing = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="journal-lock", daemon=True)
+
+    def take(self, wait_s: float) -> None:
+        """Take the lock. Raises ConfigError if another process still has it after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while (first := self._tried(wait_s == math.inf)) is not None:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"the journal {self._engine.url} is in use by {first}; "
+                    "stop it first, or set another journal.url"
+                )
+            self._closing.wait(LOOK_S)
+        self._beating.start()
+
+    def _tried(self, is_patient: bool) -> str | None:
+        try:
+            first = self._try()
+            if first is not None and is_patient:
+                self._end_silent_session()
+            return first
+        except DBAPIError as error:
+            if not is_patient:
+                raise
+            log.warning("waiting for the journal's database: %s", error.orig)
+            self._drop_connection()
+            # Whoever had the lock before the database failed takes it again.
+            self._closing.wait(SILENCE_S)
+            return "an unknown process"
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._closing.set()
+        if self._beating.is_alive():
+            self._beating.join(BEAT_S)
+        self._drop_connection()
+        self._engine.dispose()
+
+    def _try(self) -> str | None:
+        """Try once. Return None if this session has the lock now, else its holder."""
+        if self._connection is None:
+            self._connection = self._engine.connect().execution_options(
+                isolation_level="AUTOCOMMIT"
+            )
+        if self._connection.execute(TRY).scalar():
+            return None
+        return self._connection.execute(HOLDER).scalar() or "an unknown process"
+
+    def _end_silent_session(self) -> None:
+        assert self._connection is not None
+        parameters = {"lock": ADVISORY_LOCK, "silence_s": SILENCE_S}
+        for pid in self._connection.execute(SILENT, parameters).scalars().all():
+            log.warning("the journal's holder is silent: its session is ended")
+            self._connection.execute(END, {"pid": pid})
+            self.ended_silent = True
+
+    def _beat(self) -> None:
+        """Keep the session busy. Raise `deposed` when another process has the lock."""
+        while not self._closing.wait(BEAT_S) and self.deposed is None:
+            try:
+                if self._connection is not None:
+                    self._connection.execute(BEAT)
+                elif (holder := self._try()) is not None:
+                    self.deposed = f"the journal was taken over by {holder}"
+                    log.error(self.deposed)
+            except DBAPIError as error:
+                log.warning("the lock on the journal was lost: %s", error.orig)
+                self._drop_connection()
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(DBAPIError):
+                connection.invalidate()
+            connection.close()

@@ -1,0 +1,59 @@
+"""The client of the controller finds the process that has the turn."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_actors.api import client
+from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.remote import ActorDied
+from skyrl_actors.transport.rpc import Address
+
+THERE = Address(host="127.0.0.1", port=1, token=b"x")
+
+
+class Process:
+    """An actor whose `get_rpc_address` answers so."""
+
+    def __init__(self, answer: Any):
+        self.answer, self.given_up = answer, False
+
+    @property
+    def get_rpc_address(self) -> Any:
+        return self
+
+    async def remote(self, _: str) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer == "never":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up = True
+        return self.answer
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch):
+    async def same(call: Any) -> Any:
+        return await call
+
+    monkeypatch.setattr(client, "settled", same)
+    monkeypatch.setattr(client, "node_address", lambda: "127.0.0.1")
+
+
+@pytest.mark.parametrize("others", [ActorDied("it died"), None, "never"])
+async def test_the_process_with_the_turn_is_found_whatever_the_other_one_says(others: Any):
+    other = Process(others)
+    for processes in ((other, Process(THERE)), (Process(THERE), other)):
+        other.given_up = False
+        assert await ControllerClient(*processes)._address() == THERE
+        assert other.given_up == (others == "never")
+
+
+async def test_without_a_turn_the_client_asks_again():
+    with pytest.raises(ActorDied, match="no process of the controller answers"):
+        await ControllerClient(Process(None), Process(None))._address()
+    with pytest.raises(ActorDied, match="it died"):
+        await ControllerClient(Process(ActorDied("it died")))._address()
