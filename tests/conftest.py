@@ -12,12 +12,15 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from fsspec.core import url_to_fs
 from hypothesis import HealthCheck, settings
 
 from skyrl_actors.__main__ import use_ray_token
@@ -72,6 +75,33 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """Run moto's server, which serves S3 over HTTP, and yield a bucket."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    before = dict(os.environ)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(url, timeout=1)
+                break
+            except OSError:
+                time.sleep(0.1)
+        os.environ.update(
+            AWS_ENDPOINT_URL=url,
+            AWS_ACCESS_KEY_ID="a",
+            AWS_SECRET_ACCESS_KEY="b",
+            AWS_DEFAULT_REGION="us-east-1",
+        )
+        url_to_fs("s3://bucket")[0].mkdir("bucket")
+        yield "s3://bucket"
+        process.terminate()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ PATIENCE_S = 45.0  # an SDK gives up one attempt after a minute
 GRACE_S = 3.0
 COPY_TIMEOUT_S = 55.0  # an SDK gives up after a minute and repeats; the copy continues
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
-VANISHED_S = 3.0
+VANISHED_S = 2.0
 BULK_BYTES = 64 * 2**10
 
 
@@ -66,7 +66,7 @@ class ControllerClient:
         self._bulk_connection = RpcClient(self._address, ControllerCalls, VANISHED_S)
 
     async def _address(self) -> Address:
-        """Return the address of the process that has the turn, which answers first."""
+        """Return the address of the active process, which answers first."""
         here = node_address()
         asked = [
             asyncio.ensure_future(settled(process.get_rpc_address.remote(here)))

@@ -15,6 +15,7 @@ from skyrl_actors.commands.terminal import bar, console
 from skyrl_actors.config.load import load
 from skyrl_actors.controller.checkpoints import SPEC_FILE
 from skyrl_actors.journal import copying, opening
+from skyrl_actors.journal.mirrored import mirror_of
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.copies import (
     CHECKPOINTS,
@@ -25,6 +26,7 @@ from skyrl_actors.storage.copies import (
     read_manifest,
     write_manifest,
 )
+from skyrl_actors.storage.objects import Objects
 
 ATTEMPTS = 3
 # Ends of the names of files that are being written or removed.
@@ -45,7 +47,8 @@ def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | N
     began = time.monotonic()
     try:
         with copying.held(folder):
-            files = _copied_journal(engine, folder, staging / JOURNAL, previous)
+            mirror = mirror_of(wanted.journal.mirror)
+            files = _copied_journal(engine, folder, staging / JOURNAL, previous, mirror)
             files |= _copied_checkpoints(wanted.checkpoint_dir, staging / CHECKPOINTS)
         about = {"service": wanted.name, "made_at": time.time()}
         write_manifest(staging, files, about)
@@ -76,14 +79,16 @@ def _previous(folder: Path) -> Path:
     return folder / JOURNAL
 
 
-def _copied_journal(engine: Any, folder: Path, target: Path, previous: Path | None) -> Files:
+def _copied_journal(
+    engine: Any, folder: Path, target: Path, previous: Path | None, mirror: Objects | None
+) -> Files:
     """Copy the database and the files that its rows name.
 
     A sweep that began before it was forbidden may still remove a file; then all is copied again.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return _copied_once(engine, folder, target, previous)
+            return _copied_once(engine, folder, target, previous, mirror)
         except FileNotFoundError as error:
             shutil.rmtree(target, ignore_errors=True)
             if attempt == ATTEMPTS:
@@ -94,7 +99,9 @@ def _copied_journal(engine: Any, folder: Path, target: Path, previous: Path | No
     raise AssertionError("unreachable")
 
 
-def _copied_once(engine: Any, folder: Path, target: Path, previous: Path | None) -> Files:
+def _copied_once(
+    engine: Any, folder: Path, target: Path, previous: Path | None, mirror: Objects | None
+) -> Files:
     target.mkdir(parents=True, mode=0o700)
     database = target / opening.DATABASE
     copy = opening.connect(opening.database_url(target, None))
@@ -108,6 +115,8 @@ def _copied_once(engine: Any, folder: Path, target: Path, previous: Path | None)
             connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
     finally:
         copy.dispose()
+    if mirror is not None:
+        copying.fetch_missing(folder, mirror, packs, snapshots)
     names = [f"{opening.PACKS}/{name}" for name in packs]
     for snapshot in snapshots:
         inside = sorted((folder / opening.SNAPSHOTS / snapshot).iterdir())

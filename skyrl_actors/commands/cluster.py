@@ -278,7 +278,7 @@ async def close_controller(*processes: ActorHandle[Any]) -> None:
     finally:
         for process in processes:
             typed_ray.kill(process)
-    # The process that has the turn ends the other one.
+    # The active process ends the other one.
     errors = [error for error in outcomes if isinstance(error, Exception)]
     if len(errors) == len(processes) or not all(isinstance(e, remote.ActorDied) for e in errors):
         raise errors[0]

@@ -13,6 +13,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.controller.checkpoints import RUN_FILE, CheckpointFolders
 from skyrl_actors.journal import copying, opening
+from skyrl_actors.journal.mirrored import mirror_of
 from skyrl_actors.messages.errors import ConfigError, SkyrlActorsError
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.storage.copies import (
@@ -24,6 +25,7 @@ from skyrl_actors.storage.copies import (
     faults,
     read_manifest,
 )
+from skyrl_actors.storage.objects import Objects
 
 INCOMPLETE = "restore.incomplete"  # with it, a folder is no journal that a service would open
 SHOWN_FAULTS = 20
@@ -36,6 +38,9 @@ def restore(source: Path, config: Path, overrides: Sequence[str]) -> None:
     """
     wanted = load(config, overrides)
     files, about = read_manifest(source)
+    mirror = mirror_of(wanted.journal.mirror)
+    if mirror is not None and mirror.has(opening.MARKER):
+        raise ConfigError(f"{mirror.url} has a journal already; set another journal.mirror")
     engine, folder = copying.engine_of(wanted.journal)
     places = {JOURNAL: folder, CHECKPOINTS: wanted.checkpoint_dir.expanduser().resolve()}
     for place in places.values():
@@ -106,7 +111,8 @@ def check(target: Path, overrides: Sequence[str]) -> bool:
         if not (folder / opening.MARKER).is_file():
             raise ConfigError(f"{folder} is no journal; set journal.folder to one")
         with copying.held(folder):
-            problems = _checked(engine, folder, wanted.checkpoint_dir)
+            mirror = mirror_of(wanted.journal.mirror)
+            problems = _checked(engine, folder, wanted.checkpoint_dir, mirror)
         what = "all that the journal names, and the checkpoints"
     for problem in problems[:SHOWN_FAULTS]:
         console.print(f"[red]{problem}[/red]")
@@ -116,13 +122,15 @@ def check(target: Path, overrides: Sequence[str]) -> bool:
     return not problems
 
 
-def _checked(engine: Any, folder: Path, checkpoints: Path) -> list[str]:
+def _checked(
+    engine: Any, folder: Path, checkpoints: Path, mirror: Objects | None = None
+) -> list[str]:
     """Return the faults of a journal and of checkpoints."""
     try:
         with bar("records", None) as progress:
             task = progress.task_ids[0]
             found = list(
-                copying.faults(engine, folder, lambda n: progress.update(task, completed=n))
+                copying.faults(engine, folder, lambda n: progress.update(task, completed=n), mirror)
             )
     finally:
         engine.dispose()

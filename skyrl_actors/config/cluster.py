@@ -136,6 +136,13 @@ class JournalConfig(FrozenConfig):
         default=None,
         description="postgresql://user:password@host/database; null = SQLite in `folder`",
     )
+    mirror: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9]+://",
+        description="a second location of payloads, results and snapshots as an fsspec address: "
+        "s3://bucket/folder, gs://…, file://…; they are copied there before a request is accepted "
+        "or answered, and read from there if `folder` lost them. Needs `url`",
+    )
     snapshot_operations: int = Field(
         default=64, ge=1, description="snapshot a model after this number of operations"
     )
@@ -149,6 +156,15 @@ class JournalConfig(FrozenConfig):
         gt=0,
         description="period for which models can be rebuilt and answers can be read",
     )
+
+    @model_validator(mode="after")
+    def _outlives_its_machine(self) -> "JournalConfig":
+        if self.mirror is not None and self.url is None:
+            raise ValueError(
+                "mirror without url: the database would be lost with the machine; set url to a "
+                "PostgreSQL database, or leave out mirror"
+            )
+        return self
 
     @field_validator("url")
     @classmethod

@@ -30,7 +30,7 @@ from skyrl_actors.transport.rpc_server import RpcServer
 log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
 POLL_S = 1.0
-TURN_S = 10.0
+ACTIVE_S = 10.0
 HANG_UP_S = 0.2
 OF_PROCESS = methods_of(ProcessCalls)
 
@@ -89,7 +89,7 @@ class ControllerActor:
         return await asyncio.shield(self._begin(wait=False))
 
     def _begin(self, wait: bool) -> asyncio.Task[ServedModels]:
-        """Start the controller if it does not start already. `wait`: once it has its turn."""
+        """Start the controller if it does not start already. `wait`: once it has the journal."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(wait))
         return self._starting
@@ -151,7 +151,7 @@ class ControllerActor:
     async def _start_over(self) -> None:
         await self.controller.abandon()
         await asyncio.sleep(AFTER_FAILURE_S)  # calls during the pause get this failure
-        if self._successor is not None:  # it may have the turn now; callers hear why first
+        if self._successor is not None:  # it may be active now; callers hear why first
             asyncio.get_running_loop().call_later(HANG_UP_S, self._rpc.hang_up)
         self._starting = None
         self.controller = self.build_controller(*self._arguments)
@@ -173,12 +173,12 @@ class ControllerActor:
     async def get_rpc_address(self, caller: str) -> Address | None:
         """Return the address at which a process on that machine calls the other methods.
 
-        None after `TURN_S` without the turn; ask both processes again.
+        None if this process is not active within `ACTIVE_S`; ask both processes again.
         """
         if self._successor is not None:
             self._begin(wait=True)
             try:
-                await asyncio.wait_for(self.controller.opened.wait(), TURN_S)
+                await asyncio.wait_for(self.controller.opened.wait(), ACTIVE_S)
             except TimeoutError:
                 return None
         return await self._rpc.address_for(caller)
@@ -214,7 +214,7 @@ class ControllerActor:
         return content
 
     async def close(self) -> None:
-        """Stop the service. A process without the turn only ends its wait."""
+        """Stop the service. A process that is not active only stops waiting."""
         await ended(self._watching, self._following)
         if self._successor is not None:
             if not self.controller.opened.is_set():

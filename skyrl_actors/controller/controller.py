@@ -86,10 +86,9 @@ class Controller:
         self.admin = Administration(config, journal, wall)
         self.queue = bounds.queue_of(config.limits, self.admin.quotas.weight)
         self.results = bounds.results_of()
-        self.started_at = wall()
         self.epoch = 0
         self.opened = asyncio.Event()  # the journal is open
-        self.wall = wall
+        self.wall, self.started_at = wall, wall()
         self._closing = False
         self.folders = folders = CheckpointFolders(
             config.checkpoint_dir, wall, config.checkpoint_mirror

@@ -1,8 +1,8 @@
 """The other process of a controller, which takes over when this one dies.
 
 With `restart.standby_controller`, a controller has two processes of one kind. The journal decides
-whose turn it is; the other one has everything loaded and waits for its turn. A process that died is
-started again by Ray, and then waits. So each of them can have the turn.
+which of them is active; the other one has everything loaded and waits for the journal's lock. A
+process that died is started again by Ray, and then waits. So each of them can be the active one.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ def own_process() -> str:
 
 
 class Successor:
-    """What the process that has the turn knows of the other one, the actor of this name."""
+    """What the active process knows of the other one, the actor of this name."""
 
     def __init__(self, name: str):
-        self.waiting: str | None = None  # the process, while it waits for its turn
+        self.waiting: str | None = None  # the process, while it waits for the journal
         self._name = name
 
     async def follow(self) -> None:
-        """Keep `waiting` up to date, and let a new process wait for its turn."""
+        """Keep `waiting` up to date, and let a new process wait for the journal."""
         while True:
             self.waiting = await self._asked()
             await asyncio.sleep(LOOK_S)

@@ -6,7 +6,7 @@ A copy is always an SQLite database, so that a backup can be restored to either 
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from skyrl_actors.journal import opening
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.entries import Blob, SnapshotTaken
 from skyrl_actors.journal.group_commit import reason
-from skyrl_actors.journal.packs import PackStore
-from skyrl_actors.journal.snapshots import SnapshotFolders
+from skyrl_actors.journal.packs import PACKS, PackStore
+from skyrl_actors.journal.snapshots import MANIFEST, SNAPSHOTS, SnapshotFolders
 from skyrl_actors.messages.errors import ConfigError, Corrupt
 from skyrl_actors.storage.files import write_durably
+from skyrl_actors.storage.objects import Objects
 
 ROWS = 1000  # copied at a time
 HELD_S = 600.0
@@ -119,19 +120,41 @@ def named_files(engine: sa.Engine) -> tuple[list[str], list[str]]:
     return sorted(packs), sorted(set(folders))
 
 
-def faults(engine: sa.Engine, folder: Path, progress: Callable[[int], None]) -> Iterator[str]:
+def fetch_missing(
+    folder: Path, mirror: Objects, packs: Sequence[str], snapshots: Sequence[str]
+) -> None:
+    """Fetch files of a journal that its folder lost."""
+    store = PackStore(folder / PACKS, mirror)
+    folders = SnapshotFolders(folder / SNAPSHOTS, mirror=mirror)
+    for pack in packs:
+        if not (store.folder / pack).exists():
+            store.fetch(pack)
+    for snapshot in snapshots:
+        if not (folders.root / snapshot / MANIFEST).exists():
+            folders.fetch(snapshot)
+
+
+def faults(
+    engine: sa.Engine,
+    folder: Path,
+    progress: Callable[[int], None],
+    mirror: Objects | None = None,
+) -> Iterator[str]:
     """Check every record, image and snapshot that rows refer to, and yield what is wrong.
 
-    `progress` is called with the number of checked records.
+    `progress` is called with the number of checked records. With a mirror, missing and damaged
+    files are fetched from it, and only what is wrong there too is yielded.
     """
     try:
-        yield from _faults(engine, folder, progress)
+        yield from _faults(engine, folder, progress, mirror)
     except SQLAlchemyError as error:
         yield f"the database cannot be read: {reason(error)}"
 
 
-def _faults(engine: sa.Engine, folder: Path, progress: Callable[[int], None]) -> Iterator[str]:
-    packs, checked = PackStore(folder / opening.PACKS), 0
+def _faults(
+    engine: sa.Engine, folder: Path, progress: Callable[[int], None], mirror: Objects | None
+) -> Iterator[str]:
+    packs, checked = PackStore(folder / PACKS, mirror), 0
     with engine.connect() as connection:
         _begin_reading(connection)
         if connection.dialect.name == "sqlite":
@@ -145,7 +168,7 @@ def _faults(engine: sa.Engine, folder: Path, progress: Callable[[int], None]) ->
                 yield f"{what}: {error}"
             checked += 1
             progress(checked)
-        snapshots = SnapshotFolders(folder / opening.SNAPSHOTS)
+        snapshots = SnapshotFolders(folder / SNAPSHOTS, mirror=mirror)
         for row in connection.execute(sa.select(t.snapshots)).mappings().all():
             try:
                 snapshots.verify(SnapshotTaken(**row))

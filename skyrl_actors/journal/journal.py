@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
-from skyrl_actors.journal import opening, stored_images
+from skyrl_actors.journal import mirrored, opening, stored_images
 from skyrl_actors.journal import usage as stored_usage
 from skyrl_actors.journal.encoding import decode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
@@ -57,10 +58,13 @@ class SqlJournal:
         self.wall = wall
         self.folder = config.folder.expanduser().resolve()
         self._url = opening.database_url(self.folder, config.url)
-        self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS, wall)
-        self._packs = PackStore(self.folder / opening.PACKS)
+        self._mirror = mirrored.mirror_of(config.mirror)
+        self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS, wall, self._mirror)
+        self._packs = PackStore(self.folder / opening.PACKS, self._mirror)
         self._store: Store | None = None
         self._commits: GroupCommit | None = None
+        # of this object's sessions in the database
+        self._name = f"skyrl-actors {uuid.uuid4().hex[:16]}"
         self._folder_lock: FolderLock | None = None
         self._database_lock: DatabaseLock | None = None
         self._watchdog: Watchdog | None = None
@@ -77,6 +81,8 @@ class SqlJournal:
         with ExitStack() as undo, self._refused():
             undo.callback(self._release)
             self._take_lock("", 0.0)
+            if self._mirror is not None:
+                mirrored.prepare(self.folder, self._mirror)
             engine = opening.connect(self._url)
             undo.callback(engine.dispose)
             marked = (self.folder / opening.MARKER).exists()
@@ -90,7 +96,9 @@ class SqlJournal:
         with ExitStack() as undo, self._refused():
             undo.callback(self._release)
             self._take_lock(holder, wait_s)
-            engine = opening.connect(self._url)
+            if self._mirror is not None:
+                mirrored.prepare(self.folder, self._mirror)
+            engine = opening.connect(self._url, self._name)
             undo.callback(engine.dispose)
             marked = (self.folder / opening.MARKER).exists()
             opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
@@ -99,6 +107,8 @@ class SqlJournal:
                 holder, self._kinds, opening.last_epoch(self.folder)
             )
             opening.note_epoch(self.folder, journal_state.epoch)
+            if self._mirror is not None:
+                mirrored.begin(self.folder, self._mirror, journal_state.epoch)
             # Remove what an interrupted snapshot left. The first sweep checks the packs.
             self._folders.sweep(self._store.snapshot_folders())
             if engine.dialect.name == "postgresql":
@@ -115,7 +125,7 @@ class SqlJournal:
         if self._url.get_backend_name() == "sqlite":
             self._folder_lock = FolderLock(self.folder, holder, wait_s)
         else:
-            self._database_lock = DatabaseLock(self._url)
+            self._database_lock = DatabaseLock(self._url, self._name)
             self._database_lock.take(wait_s)
 
     def _release(self) -> None:
@@ -277,7 +287,9 @@ def reading(config: JournalConfig) -> Generator[Store]:
     try:
         with _refused(f"the journal's database {engine.url} cannot be used"):
             opening.migrate(engine, folder, True, only_check=True)
-            yield Store(engine, PackStore(folder / opening.PACKS))
+            yield Store(
+                engine, PackStore(folder / opening.PACKS, mirrored.mirror_of(config.mirror))
+            )
     finally:
         engine.dispose()
 

@@ -1,10 +1,10 @@
-"""Locks on a journal: one process has it, and others are refused or wait for their turn.
+"""Locks on a journal: one process has it, and others are refused or wait.
 
 With SQLite it is a lock on a file, which the system releases when the process ends. With PostgreSQL
 it is an advisory lock of one session, so that it also ends with the machine of the process.
 
-A lock only says whose turn it is. Entries of a process that lost its turn without noticing are
-refused by the epoch of the next one (`store.FENCE`).
+A lock only decides who may begin. Entries of a process that lost it without noticing are refused by
+the epoch of the next one (`store.FENCE`).
 """
 
 import fcntl
@@ -31,14 +31,15 @@ SILENCE_S = 2.0
 TRY = sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK))
 BEAT = sa.text("SELECT 1")
 HOLDER = sa.text("SELECT value FROM journal_info WHERE key = 'holder'")
-# The times are the database's own, so that the clocks of the processes do not matter.
-SILENT = sa.text(
-    "SELECT pid FROM pg_locks JOIN pg_stat_activity USING (pid) "
+# The times are the database's own, so that the clocks of the processes do not matter. An open
+# transaction of the holder would block the next one, so all its sessions are ended.
+END_SILENT = sa.text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name IN ("
+    "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) "
     "WHERE locktype = 'advisory' AND granted AND classid = 0 AND objid = :lock AND objsubid = 1 "
     "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
-    "AND clock_timestamp() - state_change > make_interval(secs => :silence_s)"
+    "AND clock_timestamp() - state_change > make_interval(secs => :silence_s))"
 )
-END = sa.text("SELECT pg_terminate_backend(:pid)")
 
 
 class FolderLock:
@@ -79,14 +80,14 @@ class FolderLock:
 class DatabaseLock:
     """An advisory lock of a PostgreSQL journal, in a session that this object keeps busy.
 
-    A process that waits without limit ends the session of one that is silent for `SILENCE_S`: that
-    process stands still, or its machine vanished.
+    A process that waits without limit ends the sessions of one that is silent for `SILENCE_S`: that
+    process stands still, or its machine vanished. `name` is that of its sessions.
     """
 
-    def __init__(self, url: URL):
-        self.deposed: str | None = None  # why this process has lost its turn
+    def __init__(self, url: URL, name: str):
+        self.deposed: str | None = None  # which process has taken the lock over
         self.ended_silent = False  # whether it ended the session of a silent process
-        self._engine = opening.connect(url)
+        self._engine = opening.connect(url, name)
         self._connection: sa.Connection | None = None
         self._closing = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="journal-lock", daemon=True)
@@ -107,14 +108,14 @@ class DatabaseLock:
         try:
             first = self._try()
             if first is not None and is_patient:
-                self._end_silent_session()
+                self._end_silent_holder()
             return first
         except DBAPIError as error:
             if not is_patient:
                 raise
             log.warning("waiting for the journal's database: %s", error.orig)
             self._drop_connection()
-            # Whoever had the lock before the database failed takes it again.
+            # The process that had the lock before the database failed takes it again.
             self._closing.wait(SILENCE_S)
             return "an unknown process"
 
@@ -136,12 +137,11 @@ class DatabaseLock:
             return None
         return self._connection.execute(HOLDER).scalar() or "an unknown process"
 
-    def _end_silent_session(self) -> None:
+    def _end_silent_holder(self) -> None:
         assert self._connection is not None
         parameters = {"lock": ADVISORY_LOCK, "silence_s": SILENCE_S}
-        for pid in self._connection.execute(SILENT, parameters).scalars().all():
-            log.warning("the journal's holder is silent: its session is ended")
-            self._connection.execute(END, {"pid": pid})
+        if self._connection.execute(END_SILENT, parameters).all():
+            log.warning("the journal's holder is silent: its sessions are ended")
             self.ended_silent = True
 
     def _beat(self) -> None:

@@ -17,6 +17,8 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, make_url
 
 from skyrl_actors import migrations
+from skyrl_actors.journal.packs import PACKS
+from skyrl_actors.journal.snapshots import SNAPSHOTS
 from skyrl_actors.journal.tables import PROJECT, info
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.files import fsync, write_durably
@@ -27,7 +29,6 @@ LOCK = "journal.lock"  # see `locks`
 EPOCH = "journal.epoch"
 HOLD = "journal.hold"  # of files with the time until which nothing is swept
 STATEMENT_MS = 15_000  # longest time the database may take for one statement
-PACKS, SNAPSHOTS = "packs", "snapshots"
 OWN = {
     MARKER,
     "journal.partial",
@@ -53,10 +54,14 @@ def database_url(folder: Path, url: str | None) -> URL:
     return parsed
 
 
-def connect(url: URL) -> sa.Engine:
-    """Create an engine. Commits to SQLite are synced to disk."""
+def connect(url: URL, name: str | None = None) -> sa.Engine:
+    """Create an engine. Commits to SQLite are synced to disk.
+
+    `name` is that of its sessions in PostgreSQL, so that all can be ended together.
+    """
     if url.get_backend_name() != "sqlite":
-        return sa.create_engine(url, connect_args=_bounded(url))
+        named = {} if name is None else {"application_name": name}
+        return sa.create_engine(url, connect_args=_bounded(url) | named)
     engine = sa.create_engine(url, connect_args={"timeout": 5, "check_same_thread": False})
 
     @event.listens_for(engine, "connect")

@@ -6,6 +6,7 @@ renamed, and its folder is fsynced. So it is complete or absent, and never chang
 
 import hashlib
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from io import RawIOBase
@@ -14,8 +15,10 @@ from pathlib import Path
 from skyrl_actors.journal.entries import Blob
 from skyrl_actors.messages.errors import Corrupt
 from skyrl_actors.storage.files import fsync
+from skyrl_actors.storage.objects import Objects
 
 PARTIAL = ".partial"
+PACKS = "packs"
 
 
 class Pack:
@@ -42,19 +45,26 @@ def _digest_of(records: Sequence[bytes]) -> str:
 
 
 class PackStore:
-    """The folder of pack files."""
+    """The folder of pack files, and their copies in a mirror if there is one."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, mirror: Objects | None = None):
         self.folder = folder
+        self.mirror = mirror
 
     def write(self, pack: Pack) -> None:
-        """Write a pack durably. On OSError no pack was added."""
-        target = f"{self.folder}/{pack.name}"
-        staging = f"{target}{PARTIAL}"
+        """Write a pack durably. On OSError it counts as absent."""
+        content = b"".join(pack.records)
+        self._write(pack.name, content)
+        if self.mirror is not None:
+            self.mirror.put(f"{PACKS}/{pack.name}", content)
+
+    def _write(self, name: str, content: bytes) -> None:
+        target = f"{self.folder}/{name}"
+        staging = f"{target}.{uuid.uuid4().hex}{PARTIAL}"  # others may fetch the same pack
         with ExitStack() as undo:
             undo.callback(Path(staging).unlink, missing_ok=True)
             with open(staging, "wb", buffering=0) as stream:
-                _write_all(stream, b"".join(pack.records))
+                _write_all(stream, content)
                 os.fsync(stream.fileno())
             os.replace(staging, target)
             undo.pop_all()
@@ -62,6 +72,14 @@ class PackStore:
 
     def read(self, blob: Blob) -> bytes:
         """Read one record. Raises Corrupt when its file is missing or changed."""
+        try:
+            return self._read(blob)
+        except Corrupt:
+            if not self.fetch(blob.pack):
+                raise
+            return self._read(blob)
+
+    def _read(self, blob: Blob) -> bytes:
         path = self.folder / blob.pack
         try:
             with path.open("rb") as stream:
@@ -76,6 +94,14 @@ class PackStore:
             )
         return content
 
+    def fetch(self, name: str) -> bool:
+        """Fetch a pack from the mirror. Return whether it is there."""
+        content = None if self.mirror is None else self.mirror.get(f"{PACKS}/{name}")
+        if content is None:
+            return False
+        self._write(name, content)
+        return True
+
     def held(self, places: Mapping[str, Blob]) -> dict[str, Blob]:
         """Return those of these records whose packs are there and long enough."""
         sizes: dict[str, int] = {}
@@ -89,11 +115,14 @@ class PackStore:
         }
 
     def names(self) -> list[str]:
-        return os.listdir(self.folder)
+        there = [] if self.mirror is None else self.mirror.names(PACKS)
+        return sorted({*os.listdir(self.folder), *there})
 
     def remove(self, names: Iterable[str]) -> int:
         """Remove packs that no row refers to, and return the freed bytes."""
-        freed = 0
+        freed, names = 0, list(names)
+        if self.mirror is not None:
+            self.mirror.remove(f"{PACKS}/{name}" for name in names)
         for name in names:
             file = self.folder / name
             try:

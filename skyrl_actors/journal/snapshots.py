@@ -15,15 +15,23 @@ from skyrl_actors import clock
 from skyrl_actors.journal.entries import SnapshotTaken
 from skyrl_actors.journal.packs import PARTIAL, fsync
 from skyrl_actors.messages.errors import Corrupt
+from skyrl_actors.storage.objects import Objects
 
 MANIFEST = "manifest.json"
+SNAPSHOTS = "snapshots"
 
 
 class SnapshotFolders:
-    """The folder of snapshots. `wall` returns seconds since the epoch."""
+    """The folder of snapshots, and their copies in a mirror if there is one.
 
-    def __init__(self, root: Path, wall: Callable[[], float] = clock.now):
+    `wall` returns seconds since the epoch.
+    """
+
+    def __init__(
+        self, root: Path, wall: Callable[[], float] = clock.now, mirror: Objects | None = None
+    ):
         self.root = root
+        self.mirror = mirror
         self._wall = wall
 
     def stage(self, model_id: str, number: int) -> Path:
@@ -51,6 +59,9 @@ class SnapshotFolders:
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(staging, folder)
             fsync(self.root)
+            if self.mirror is not None:
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                self.mirror.put_folder(f"{SNAPSHOTS}/{folder.name}", folder, MANIFEST)
             undo.pop_all()
         size = sum(int(entry["bytes"]) for entry in files.values())
         return SnapshotTaken(
@@ -64,6 +75,14 @@ class SnapshotFolders:
 
     def verify(self, snapshot: SnapshotTaken) -> Path:
         """Return the folder. Raises Corrupt when a file is missing or changed."""
+        try:
+            return self._verify(snapshot)
+        except Corrupt:
+            if not self.fetch(snapshot.folder):
+                raise
+            return self._verify(snapshot)
+
+    def _verify(self, snapshot: SnapshotTaken) -> Path:
         folder = self.root / snapshot.folder
         try:
             files = json.loads((folder / MANIFEST).read_text())["files"]
@@ -74,8 +93,19 @@ class SnapshotFolders:
             raise Corrupt(f"snapshot {folder} cannot be read: {error}") from None
         return folder
 
+    def fetch(self, name: str) -> bool:
+        """Fetch a snapshot from the mirror. Return whether it is there."""
+        if self.mirror is None:
+            return False
+        try:
+            return self.mirror.get_folder(f"{SNAPSHOTS}/{name}", self.root / name, MANIFEST)
+        except OSError as error:
+            raise Corrupt(f"snapshot {name} cannot be fetched: {error}") from None
+
     def remove(self, name: str) -> int:
         """Remove a folder and return the freed bytes."""
+        if self.mirror is not None:
+            self.mirror.remove([f"{SNAPSHOTS}/{name}"])
         folder = self.root / name
         freed = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,9 +113,9 @@ class SnapshotFolders:
 
     def sweep(self, known: set[str]) -> int:
         """Remove folders without a row: of interrupted or dropped snapshots."""
-        return sum(
-            self.remove(folder.name) for folder in self.root.iterdir() if folder.name not in known
-        )
+        there = [] if self.mirror is None else self.mirror.names(SNAPSHOTS)
+        found = {*(folder.name for folder in self.root.iterdir()), *there}
+        return sum(self.remove(name) for name in sorted(found - known))
 
 
 def _described(file: Path) -> dict[str, int | str]:

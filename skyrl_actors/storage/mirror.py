@@ -38,7 +38,7 @@ def reachable(url: str) -> str:
 def read(url: str) -> bytes:
     """Read a file. Raises OSError or ConfigError."""
     reachable(url)
-    with _said(url), fsspec.open(url, "rb") as file:
+    with said(url), fsspec.open(url, "rb") as file:
         return file.read()
 
 
@@ -59,10 +59,10 @@ class Mirror:
     def put(self, folder: Path) -> None:
         """Copy all present files of a folder."""
         target = self._at(folder)
-        with _said(target) as files:
+        with said(target) as files:
             old = self._part(files, target)
             part = uuid.uuid4().hex
-            _make_folder(files, f"{target}/{part}")
+            make_folder(files, f"{target}/{part}")
             for file in folder.iterdir():
                 if not file.name.startswith("."):
                     files.put_file(str(file), f"{target}/{part}/{file.name}")
@@ -73,9 +73,9 @@ class Mirror:
     def put_file(self, file: Path) -> None:
         """Copy one file of a mirrored folder, or a file without a folder."""
         folder = self._at(file.parent)
-        with _said(folder) as files:
+        with said(folder) as files:
             part = self._part(files, folder)
-            _make_folder(files, folder)
+            make_folder(files, folder)
             files.put_file(
                 str(file), f"{folder}/{part}/{file.name}" if part else f"{folder}/{file.name}"
             )
@@ -83,13 +83,13 @@ class Mirror:
     def has(self, folder: Path) -> bool:
         """Return whether the mirror has a complete copy of the folder."""
         target = self._at(folder)
-        with _said(target) as files:
+        with said(target) as files:
             return self._part(files, target) is not None
 
     def remove(self, folder: Path) -> None:
         """Remove the copy of a folder."""
         target = self._at(folder)
-        with _said(target) as files:
+        with said(target) as files:
             if files.exists(f"{target}/{WHOLE}"):
                 files.rm_file(f"{target}/{WHOLE}")
             if files.exists(target):
@@ -101,7 +101,7 @@ class Mirror:
         Returns the number of folders.
         """
         fetched = 0
-        with _said(self._url) as files:
+        with said(self._url) as files:
             base = _path(self._url)
             there = sorted(files.find(base)) if files.exists(base) else []
             for name in there:
@@ -136,7 +136,7 @@ def _fetch(files: fsspec.AbstractFileSystem, name: str, target: Path) -> None:
     fsync(target.parent)
 
 
-def _make_folder(files: fsspec.AbstractFileSystem, target: str) -> None:
+def make_folder(files: fsspec.AbstractFileSystem, target: str) -> None:
     """Create a local folder.
 
     Object stores have no folders, and would create a bucket, for example one with a mistyped name.
@@ -150,7 +150,7 @@ def _path(url: str) -> str:
 
 
 @contextmanager
-def _said(url: str) -> Generator[fsspec.AbstractFileSystem]:
+def said(url: str) -> Generator[fsspec.AbstractFileSystem]:
     """Yield the file system of `url`. Errors of its library become OSError with the URL."""
     try:
         files = url_to_fs(url)[0]

@@ -1,4 +1,4 @@
-"""The client of the controller finds the process that has the turn."""
+"""The client of the controller finds the active process."""
 
 import asyncio
 from typing import Any
@@ -44,7 +44,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("others", [ActorDied("it died"), None, "never"])
-async def test_the_process_with_the_turn_is_found_whatever_the_other_one_says(others: Any):
+async def test_the_active_process_is_found_whatever_the_other_one_says(others: Any):
     other = Process(others)
     for processes in ((other, Process(THERE)), (Process(THERE), other)):
         other.given_up = False
@@ -52,7 +52,7 @@ async def test_the_process_with_the_turn_is_found_whatever_the_other_one_says(ot
         assert other.given_up == (others == "never")
 
 
-async def test_without_a_turn_the_client_asks_again():
+async def test_without_an_active_process_the_client_asks_again():
     with pytest.raises(ActorDied, match="no process of the controller answers"):
         await ControllerClient(Process(None), Process(None))._address()
     with pytest.raises(ActorDied, match="it died"):

@@ -86,7 +86,7 @@ async def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(actor.remote, "named", lambda name: None)
     monkeypatch.setattr(actor.Successor, "end", nothing)
     monkeypatch.setattr("skyrl_actors.transport.rpc_server.node_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(actor, "TURN_S", 0.1)
+    monkeypatch.setattr(actor, "ACTIVE_S", 0.1)
     monkeypatch.setattr(actor, "AFTER_FAILURE_S", 0.1)
     monkeypatch.setattr(actor.heap, "keep_present_objects", lambda: None)
     first, second = process_in(tmp_path), process_in(tmp_path)
@@ -131,7 +131,7 @@ async def test_a_process_that_cannot_start_lets_the_other_one_try(two: Any, tmp_
         while again.controller.readiness.capabilities is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await asyncio.sleep(actor.HANG_UP_S)
-    assert second._rpc.callers == set(), "clients stay connected to a process without the turn"
+    assert second._rpc.callers == set(), "clients stay connected to a process that is not active"
     await again.close()
 
 

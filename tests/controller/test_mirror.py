@@ -4,12 +4,7 @@ No save is answered before the mirror has it.
 """
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,44 +19,15 @@ from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.storage import mirror
 from skyrl_actors.storage.mirror import WHOLE
 from tests.api.local import MODEL, config_for, edge, posted
-from tests.conftest import free_port
 
 SPEC = ModelSpec(model_id="s1:train:0", base_model="tiny", lora=LoraSpec(rank=4))
 ONE, TWO = TinkerPath("s1:train:0", "weights", "one"), TinkerPath("s1:train:0", "weights", "two")
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """Run moto's server, which serves S3 over HTTP."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    before = dict(os.environ)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(url, timeout=1)
-                break
-            except OSError:
-                time.sleep(0.1)
-        os.environ.update(
-            AWS_ENDPOINT_URL=url,
-            AWS_ACCESS_KEY_ID="a",
-            AWS_SECRET_ACCESS_KEY="b",
-            AWS_DEFAULT_REGION="us-east-1",
-        )
-        files = url_to_fs("s3://bucket")[0]
-        files.mkdir("bucket")
-        yield "s3://bucket/checkpoints"
-        process.terminate()
-    os.environ.clear()
-    os.environ.update(before)
-
-
 @pytest.fixture(params=["file", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return (
-        f"{request.getfixturevalue('s3')}/{time.time_ns()}"
+        f"{request.getfixturevalue('s3')}/checkpoints/{time.time_ns()}"
         if request.param == "s3"
         else (tmp_path / "there").as_uri()
     )

@@ -25,6 +25,7 @@ HOLDER = textwrap.dedent("""
     from skyrl_actors.config.cluster import JournalConfig
     from skyrl_actors.controller.verbs import KINDS
     from skyrl_actors.journal.journal import SqlJournal
+    from skyrl_actors.journal.store import LAST_COMMIT
     from tests.journal.test_journal import accepted
 
     async def hold():
@@ -32,6 +33,9 @@ HOLDER = textwrap.dedent("""
         await journal.open("the first")
         await journal.write(accepted(1))
         print("open", flush=True)
+        if len(sys.argv) > 2:  # leave a transaction open
+            transaction = journal.store.engine.connect()
+            transaction.execute(LAST_COMMIT)
         while journal.deposed is None:
             await asyncio.sleep(0.02)
         try:
@@ -44,10 +48,10 @@ HOLDER = textwrap.dedent("""
 
 
 @pytest.fixture
-def holder(config: JournalConfig):
+def holder(config: JournalConfig, request: pytest.FixtureRequest):
     """A process that has the journal open, with one accepted operation."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, config.model_dump_json()],
+        [sys.executable, "-c", HOLDER, config.model_dump_json(), *getattr(request, "param", ())],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
@@ -74,6 +78,7 @@ async def test_the_next_process_waits_and_then_has_all_operations(
     await journal.close()
 
 
+@pytest.mark.parametrize("holder", [(), ("in a transaction",)], indirect=True)
 @pytest.mark.parametrize("config", ["postgres"], indirect=True)
 async def test_a_process_that_stands_still_loses_its_turn_and_cannot_write(
     config: JournalConfig, holder: subprocess.Popen[str]
