@@ -4,12 +4,14 @@ Fields that are not served are refused by name. See
 https://platform.openai.com/docs/api-reference/completions and …/chat.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from skyrl_actors.api.openai_tools import MessageCall, Tool, described
 from skyrl_actors.messages.narrowing import is_object
+from skyrl_actors.messages.requests import Shaping
 
 # Fields that are accepted with any value and have no effect, with the reason.
 WITHOUT_EFFECT = {
@@ -25,11 +27,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "store": (False,),
     "metadata": ({},),
@@ -46,6 +44,60 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchema(BaseModel):
+    """A JSON schema that an answer has. It is always kept to, as with `strict`.
+
+    `name` and `description` have no effect.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema", min_length=1)
+    strict: bool | None = None
+
+
+class AnyText(BaseModel):
+    """An answer of any form."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+
+    @property
+    def schema_text(self) -> str | None:
+        return None
+
+
+class AnyJson(BaseModel):
+    """An answer that is a JSON object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["json_object"]
+
+    @property
+    def schema_text(self) -> str | None:
+        return ""
+
+
+class JsonOfSchema(BaseModel):
+    """An answer that is JSON of a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+    @property
+    def schema_text(self) -> str | None:
+        return json.dumps(self.json_schema.schema_)
+
+
+ResponseFormat = Annotated[AnyText | AnyJson | JsonOfSchema, Field(discriminator="type")]
+
+
 class OpenAiBody(BaseModel):
     """Fields of both kinds of completions. Fields that are not served must be off or absent."""
 
@@ -55,6 +107,12 @@ class OpenAiBody(BaseModel):
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1, description="vLLM's addition")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="vLLM's addition")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, description="vLLM's addition")
+    logit_bias: dict[int, float] = Field(default_factory=dict[int, float])
+    response_format: ResponseFormat | None = None
     n: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=0)
     tempered_logprobs: bool | None = Field(default=None, description="this service's addition")
@@ -80,6 +138,19 @@ class OpenAiBody(BaseModel):
         return kept
 
     @property
+    def shaping(self) -> Shaping | None:
+        """What changes the distribution beside temperature, top_k and top_p, if anything does."""
+        found = Shaping(
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(sorted(self.logit_bias.items())),
+            json_schema=self.response_format.schema_text if self.response_format else None,
+        )
+        return None if found == Shaping() else found
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return (
             ()
@@ -91,11 +162,23 @@ class OpenAiBody(BaseModel):
 
 
 class Completion(OpenAiBody):
-    """A completion request: one or several prompts, each a text or a list of token ids."""
+    """A completion request: one or several prompts, each a text or a list of token ids.
+
+    With `echo`, an answer begins with its prompt, and `logprobs` are those of both.
+    """
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int = Field(default=16, ge=1)
+    max_tokens: int = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _has_something_to_say(self) -> "Completion":
+        if self.max_tokens < 1 and not self.echo:
+            raise ValueError("max_tokens 0 needs echo=true, which answers with the prompt")
+        if self.echo and self.stream:
+            raise ValueError("echo is not served in a stream; leave out either")
+        return self
 
 
 class TextPart(BaseModel):

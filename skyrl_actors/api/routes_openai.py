@@ -9,7 +9,7 @@ position, because the same seed gives the same tokens.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -24,17 +24,18 @@ from skyrl_actors.api.body_limits import check_chat, check_completion
 from skyrl_actors.api.chat_images import with_images
 from skyrl_actors.api.cpu_bound import run_in_process, run_in_thread
 from skyrl_actors.api.openai_answers import Form
-from skyrl_actors.api.openai_text import Codec, GrowingText, codec_for
+from skyrl_actors.api.openai_stream import as_events, at_once, streamed
+from skyrl_actors.api.openai_text import Codec, codec_for
 from skyrl_actors.api.pictures import NO_IMAGES, PictureReader
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
-from skyrl_actors.api.state import ApiState, shown, state_of
+from skyrl_actors.api.state import state_of
 from skyrl_actors.controller.tenants import Sampler
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, SkyrlActorsError
+from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.requests import Sample, SamplingParams
-from skyrl_actors.messages.results import Failure, PartialSample, SampleOutput
 
+MOST_STREAMED = 128  # choices of one stream
 router = APIRouter(prefix="/v1")
 
 
@@ -82,7 +83,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     able = (await state_of(request).bases()).of(sampler.base_model)
     codec = await asyncio.to_thread(codec_for, able.base_folder)
     prompts = await run_in_thread(_prompts, body.prompt, codec, able.max_sample_tokens)
-    params = await _params(request, body, body.max_tokens, body.logprobs)
+    params = await _params(request, body, max(1, body.max_tokens), body.logprobs)
+    if body.echo and body.logprobs is not None:
+        params = replace(params, prompt_logprobs=True, topk_prompt_logprobs=body.logprobs)
     form = Form(
         id=answers.new_id("cmpl"),
         kind="text_completion",
@@ -90,6 +93,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         created=int(time.time()),
         codec=codec,
         with_logprobs=body.logprobs is not None,
+        echo=body.echo,
+        only_echo=body.max_tokens == 0,
     )
     return await _answered(request, body, form, sampler, prompts, params)
 
@@ -148,8 +153,6 @@ def _prompts(prompt: str | Sequence[Any], codec: Codec, most_tokens: int) -> lis
 async def _params(
     request: Request, body: wire.OpenAiBody, max_tokens: int, topk: int | None
 ) -> SamplingParams:
-    if body.stream and body.n != 1:
-        raise InvalidRequest(f"n is {body.n} and a stream has one choice: omit n")
     if body.stream and topk:
         raise InvalidRequest(
             f"{topk} top logprobs are requested and a stream returns none: "
@@ -169,6 +172,7 @@ async def _params(
         stream=body.stream,
         tempered_logprobs=_or_default(body.tempered_logprobs, http.tempered_logprobs),
         processed_logprobs=_or_default(body.processed_logprobs, http.processed_logprobs),
+        shaping=body.shaping,
     )
 
 
@@ -183,39 +187,50 @@ async def _answered(
 ) -> Response:
     if not prompts:
         raise InvalidRequest("the prompt is empty: give a text, a list of texts, or token ids")
-    if body.stream and len(prompts) != 1:
+    if body.stream and len(prompts) * body.n > MOST_STREAMED:
         raise InvalidRequest(
-            f"{len(prompts)} prompts are given and a stream has one: make several requests"
+            f"{len(prompts) * body.n} choices are requested, and a stream has at most "
+            f"{MOST_STREAMED}; make several requests, or one without stream"
         )
-    samples, asked = RequestedSamples(state_of(request).client, caller_of(request).mark), ""
+    samples = RequestedSamples(state_of(request).client, caller_of(request).mark)
+    asked: list[str] = []
     try:
         for i, prompt in enumerate(prompts):
-            asked = await samples.submit(
-                Sample(
-                    sampler_id=sampler.sampler_id,
-                    prompt=tuple(prompt),
-                    pictures=pictures,
-                    params=replace(params, seed=_seed(params, i)),
-                    seq_id=None,
+            for one in _of_one_prompt(replace(params, seed=_seed(params, i))):
+                asked.append(
+                    await samples.submit(
+                        Sample(
+                            sampler_id=sampler.sampler_id,
+                            prompt=tuple(prompt),
+                            pictures=pictures,
+                            params=one,
+                        )
+                    )
                 )
-            )
         if body.stream:
-            wants_usage = body.stream_options is not None and body.stream_options.include_usage
-            # OpenAI's API omits the stop text, so it is searched for here too.
-            text = GrowingText(form.codec, body.stops)
             events = (
-                _events(request, samples, form, asked, text, len(prompts[0]), wants_usage)
+                streamed(state_of(request), samples, form, asked, body.stops)
                 if params.stream
-                else _at_once(request, samples, form, body.stops, len(prompts[0]), wants_usage)
+                else at_once(samples, form, body.stops)
             )
-            return SampleStream(samples, events)
+            wants_usage = body.stream_options is not None and body.stream_options.include_usage
+            prompt_tokens = sum(map(len, prompts)) if wants_usage else None
+            return SampleStream(samples, as_events(state_of(request), form, events, prompt_tokens))
         outputs = await unless_gone(request.receive, samples.answers())
     except BaseException:
         samples.cancel()
         raise
-    return JSONResponse(
-        answers.whole(form, outputs, [len(prompt) for prompt in prompts], body.stops)
-    )
+    return JSONResponse(answers.whole(form, outputs, prompts, body.stops))
+
+
+def _of_one_prompt(params: SamplingParams) -> list[SamplingParams]:
+    """Return one request for all samples, or one for each that is streamed."""
+    if not params.stream:
+        return [params]
+    return [
+        replace(params, num_samples=1, seed=None if params.seed is None else params.seed + i)
+        for i in range(params.num_samples)
+    ]
 
 
 def _or_default(given: bool | None, default: bool) -> bool:
@@ -236,72 +251,3 @@ async def _sampler(request: Request, model: str) -> Sampler:
         raise _no_model(model)
     base, path = (None, model) if is_path else (model, None)
     return await state.client.calls.open_sampler(None, None, base, path)
-
-
-async def _events(
-    request: Request,
-    samples: RequestedSamples,
-    form: Form,
-    request_id: str,
-    text: GrowingText,
-    prompt_tokens: int,
-    wants_usage: bool,
-) -> AsyncIterator[str]:
-    """Yield server-sent events."""
-    state, have, reason = state_of(request), 0, None
-    yield _event(answers.first_chunk(form))
-    while reason is None:
-        news = await state.client.partial(request_id, have, state.long_poll_s)
-        if isinstance(news, Failure):
-            yield _error(state, news)
-            break
-        part = news if isinstance(news, PartialSample) else _rest(news, have)
-        have += len(part.tokens)
-        reason = news.sequences[0].stop_reason if isinstance(news, SampleOutput) else None
-        new = text.more(part.tokens, last=reason is not None)
-        if part.tokens or reason:
-            yield _event(answers.chunk(form, new, part, reason))
-    samples.answered()
-    if wants_usage and reason is not None:
-        yield _event(answers.usage_chunk(form, prompt_tokens, have))
-    yield "data: [DONE]\n\n"
-
-
-async def _at_once(
-    request: Request,
-    samples: RequestedSamples,
-    form: Form,
-    stops: Sequence[str],
-    prompt_tokens: int,
-    wants_usage: bool,
-) -> AsyncIterator[str]:
-    """Yield the events of an answer that cannot be streamed piece by piece."""
-    yield _event(answers.first_chunk(form))
-    try:
-        ((one,),) = [output.sequences for output in await samples.answers()]
-    except SkyrlActorsError as error:
-        samples.answered()
-        yield _error(state_of(request), Failure.of(error))
-    else:
-        yield _event(answers.whole_chunk(form, one, stops))
-        if wants_usage:
-            yield _event(answers.usage_chunk(form, prompt_tokens, len(one.tokens)))
-    yield "data: [DONE]\n\n"
-
-
-def _error(state: ApiState, failure: Failure) -> str:
-    kind = "server_error" if failure.category == "server" else "invalid_request_error"
-    return _event({"error": {"message": shown(state, failure), "type": kind}})
-
-
-def _rest(output: Any, have: int) -> PartialSample:
-    if not isinstance(output, SampleOutput):
-        raise InternalError(f"{type(output).__name__} instead of a sample")
-    one = output.sequences[0]
-    return PartialSample(
-        tuple(one.tokens[have:].tolist()), tuple(one.shown_logprobs[have:].tolist())
-    )
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from skyrl_actors.engines.interface import FLAG, PROCESSED, TEMPERATURE_ONLY
 from skyrl_actors.engines.prompt_scores import EMPTY_CELL, LEAST_TEMPERATURE, prompt_scores
 from skyrl_actors.engines.routed_experts import RoutedExperts
 from skyrl_actors.messages.errors import InternalError
-from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.requests import SamplingParams, Shaping
 from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 
 LEAST_BIAS = -100.0  # vLLM takes no smaller one
+NOT_SHAPED = Shaping()
 
 
 def vllm_params(params: SamplingParams, never: int | None = None) -> VllmSamplingParams:
@@ -32,12 +33,21 @@ def vllm_params(params: SamplingParams, never: int | None = None) -> VllmSamplin
         prompt_logprobs = params.topk_prompt_logprobs
     if params.scores_prompt:
         prompt_logprobs = -1
+    shaping = params.shaping or NOT_SHAPED
+    bias = dict(shaping.logit_bias)
+    if never is not None:
+        bias[never] = LEAST_BIAS
     return VllmSamplingParams(
         n=params.num_samples,
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k if params.top_k > 0 else 0,
         top_p=params.top_p,
+        min_p=shaping.min_p,
+        frequency_penalty=shaping.frequency_penalty,
+        presence_penalty=shaping.presence_penalty,
+        repetition_penalty=shaping.repetition_penalty,
+        structured_outputs=_structured(shaping.json_schema),
         seed=params.seed,
         stop=texts or None,
         stop_token_ids=ids or None,
@@ -48,8 +58,18 @@ def vllm_params(params: SamplingParams, never: int | None = None) -> VllmSamplin
         if params.processes
         else None,
         prompt_logprobs=prompt_logprobs,
-        logit_bias=None if never is None else {never: LEAST_BIAS},
+        logit_bias=bias or None,
         output_kind=RequestOutputKind.CUMULATIVE if params.stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _structured(schema: str | None) -> StructuredOutputsParams | None:
+    if schema is None:
+        return None
+    return (
+        StructuredOutputsParams(json=schema)
+        if schema
+        else StructuredOutputsParams(json_object=True)
     )
 
 

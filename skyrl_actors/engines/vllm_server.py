@@ -10,7 +10,7 @@ import numpy as np
 
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.narrowing import is_object
-from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.requests import SamplingParams, Shaping
 from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 
 EMPTY_CELL = (0, -99999.0)
@@ -239,7 +239,7 @@ def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams)
         raise InvalidRequest(
             "tempered_logprobs and processed_logprobs need engines of this service, not one by URL"
         )
-    stop = params.stop
+    stop, shaping = params.stop, params.shaping or Shaping()
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(prompt),
@@ -248,11 +248,12 @@ def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams)
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": max(params.top_k, 0),
-        "min_p": 0.0,
+        "min_p": shaping.min_p,
         "min_tokens": 0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "repetition_penalty": shaping.repetition_penalty,
+        "presence_penalty": shaping.presence_penalty,
+        "frequency_penalty": shaping.frequency_penalty,
+        "logit_bias": {str(token): bias for token, bias in shaping.logit_bias} or None,
         "seed": params.seed,
         "stop": [s for s in stop or () if isinstance(s, str)],
         "stop_token_ids": [s for s in stop or () if isinstance(s, int)],
@@ -261,9 +262,18 @@ def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams)
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+    if shaping.json_schema is not None:
+        body["response_format"] = _response_format(shaping.json_schema)
     if params.prompt_logprobs or params.topk_prompt_logprobs:
         body["prompt_logprobs"] = params.topk_prompt_logprobs
     return body
+
+
+def _response_format(schema: str) -> dict[str, Any]:
+    if not schema:
+        return {"type": "json_object"}
+    named = {"name": "answer", "schema": json.loads(schema)}
+    return {"type": "json_schema", "json_schema": named}
 
 
 def extend(whole: dict[str, Any], choice: dict[str, Any]) -> None:

@@ -106,6 +106,21 @@ class Unload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """What changes the distribution beside temperature, top_k and top_p, as in OpenAI and vLLM.
+
+    Logprobs stay those of the model without it.
+    """
+
+    min_p: float = 0.0  # leaves out tokens below this part of the likeliest one's probability
+    frequency_penalty: float = 0.0  # taken from a logit for each time the token was sampled
+    presence_penalty: float = 0.0  # taken from a logit if the token was sampled
+    repetition_penalty: float = 1.0  # divides the logit of a token of the prompt or the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    json_schema: str | None = None  # the text is JSON of this schema; "": any JSON object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample.
 
@@ -133,6 +148,7 @@ class SamplingParams:
     tempered_logprobs: bool = False
     # Also return the logprobs at `temperature`, restricted by top_k and top_p.
     processed_logprobs: bool = False
+    shaping: Shaping | None = None
 
     @property
     def truncates(self) -> bool:

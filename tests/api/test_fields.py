@@ -26,6 +26,12 @@ ONE_VALUE = {
     ("TextPart", "type"),
     ("ImagePart", "type"),
     ("ImageUrl", "detail"),  # only its default is served
+    ("AnyText", "type"),
+    ("AnyJson", "type"),
+    ("JsonOfSchema", "type"),
+    ("JsonSchema", "name"),  # labels; its docstring says that answers are always strict
+    ("JsonSchema", "description"),
+    ("JsonSchema", "strict"),
     ("SearchOwner", "type"),  # a part of `owner`, which is listed
 }
 # What the SDK calls a request, and this service's name of its body.

@@ -1,8 +1,10 @@
 """The official openai client, unmodified, with the engines that the SDK uses."""
 
 import ast
+import json
 import subprocess
 import sys
+from typing import Any
 
 import openai
 import pytest
@@ -164,10 +166,17 @@ def test_saved_samplers_are_listed_and_sampled_as_models(
 def test_unsupported_requests_get_openai_errors(openai_client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' does not exist"):
         openai_client.completions.create(model="gpt-9", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty is not served"):
-        openai_client.completions.create(model="tiny", prompt="x", frequency_penalty=1.0)
-    with pytest.raises(openai.BadRequestError, match="a stream has one choice"):
-        openai_client.completions.create(model="tiny", prompt="x", n=2, stream=True)
+    with pytest.raises(openai.BadRequestError, match="best_of is not served"):
+        openai_client.completions.create(model="tiny", prompt="x", best_of=2)
+    with pytest.raises(openai.BadRequestError, match="Grammar error: Invalid type: nope"):
+        openai_client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "nope"}},
+            },
+        )
     with pytest.raises(openai.BadRequestError, match="omit top_logprobs"):
         openai_client.completions.create(model="tiny", prompt="x", logprobs=2, stream=True)
     with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
@@ -177,7 +186,7 @@ def test_unsupported_requests_get_openai_errors(openai_client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="together they may have"):
         openai_client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
     with pytest.raises(openai.BadRequestError, match="Extra inputs are not permitted"):
-        openai_client.completions.create(model="tiny", prompt="x", extra_body={"min_p": 0.1})
+        openai_client.completions.create(model="tiny", prompt="x", extra_body={"min_tokens": 3})
 
 
 def test_the_endpoint_is_published_in_the_ray_cluster(service: Service):
@@ -192,3 +201,74 @@ def test_the_endpoint_is_published_in_the_ray_cluster(service: Service):
     assert found.returncode == 0, found.stderr
     said = ast.literal_eval(found.stdout.strip().splitlines()[-1])
     assert said == {"url": service.url, "openai_url": f"{service.url}/v1", "base_model": "tiny"}
+
+
+def test_options_shape_what_the_engine_samples(
+    openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient
+):
+    info = tinker_client.create_lora_training_client("tiny", rank=2, seed=0).result().get_info()
+    tokenizer = AutoTokenizer.from_pretrained(str(info.model_data.tokenizer_id))
+    prompt = tokenizer.encode("Once upon a time")
+    asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0}
+
+    def sampled(**more: Any) -> list[str]:
+        answer = openai_client.completions.create(**asked, **more)
+        assert answer.choices[0].logprobs is not None
+        return answer.choices[0].logprobs.tokens or []
+
+    plain = sampled(logprobs=0)
+    (wanted,) = tokenizer.encode("x", add_special_tokens=False)
+    assert sampled(logprobs=0, logit_bias={str(wanted): 100}) == [tokenizer.decode([wanted])] * 6
+    # Each penalty of 2 outweighs the next token of a greedy sample that repeats one.
+    biased = {str(wanted): 100, str(wanted + 1): 99}
+    assert len(set(sampled(logprobs=0, logit_bias=biased, presence_penalty=2))) == 2
+    counted = sampled(logprobs=0, logit_bias=biased, frequency_penalty=2)
+    assert len(set(counted)) == 2
+    never = sampled(logprobs=0, logit_bias={str(tokenizer.encode(plain[0])[-1]): -100})
+    assert plain[0] not in never
+
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"enum": ["yes", "no"]}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+    formed = openai_client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=64,
+        seed=1,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": schema, "strict": True},
+        },
+    )
+    assert json.loads(formed.choices[0].message.content or "")["answer"] in ("yes", "no")
+
+
+def test_echo_has_the_logprobs_that_the_sdk_computes(
+    openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient
+):
+    prompt = [5, 6, 7, 8]
+    sampler = tinker_client.create_sampling_client(base_model="tiny")
+    expected = sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()
+    for max_tokens in (0, 2):
+        answer = openai_client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=1, seed=1
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.token_logprobs is not None
+        assert logprobs.top_logprobs is not None
+        assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1:4] == pytest.approx(expected[1:], abs=1e-4)
+        assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 4 + max_tokens
+
+
+def test_a_stream_of_several_choices_equals_the_whole_answer(openai_client: openai.OpenAI):
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "seed": 3, "n": 3}
+    whole = [choice.text for choice in openai_client.completions.create(**asked).choices]
+    texts = [""] * 3
+    for event in openai_client.completions.create(**asked, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts == whole and len(set(whole)) > 1

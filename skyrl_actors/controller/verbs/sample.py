@@ -12,7 +12,7 @@ from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs.verb import Verb, VerbContext
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.requests import Sample
+from skyrl_actors.messages.requests import Sample, SamplingParams, Shaping
 from skyrl_actors.messages.results import Result, SampleOutput
 from skyrl_actors.messages.seeds import SEEDS
 
@@ -115,6 +115,8 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
             "likely tokens can be outside of top_k and top_p; use tempered_logprobs, or leave out "
             "one of these"
         )
+    if params.shaping is not None:
+        _check_shaping(params, params.shaping, config, capabilities)
     _check_prompt_scores(request, capabilities)
     if params.prompt_logprobs_last_n is not None:
         if params.prompt_logprobs_last_n < 1:
@@ -126,6 +128,37 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
                 f"prompt_logprobs_last_n {params.prompt_logprobs_last_n} without prompt_logprobs: "
                 "set prompt_logprobs or topk_prompt_logprobs too"
             )
+
+
+def _check_shaping(
+    params: SamplingParams, shaping: Shaping, config: ClusterConfig, capabilities: Capabilities
+) -> None:
+    if config.engine.type == "jax":
+        raise InvalidRequest(
+            "engines of type jax sample by temperature, top_k and top_p; leave out penalties, "
+            "min_p, logit_bias and response_format"
+        )
+    if params.shows_processed:
+        raise InvalidRequest(
+            "tempered_logprobs and processed_logprobs are not served with penalties, min_p, "
+            "logit_bias or response_format; leave out either"
+        )
+    bounds = (
+        ("min_p", shaping.min_p, 0.0, 1.0),
+        ("frequency_penalty", shaping.frequency_penalty, -2.0, 2.0),
+        ("presence_penalty", shaping.presence_penalty, -2.0, 2.0),
+        *((f"logit_bias of {token}", bias, -100.0, 100.0) for token, bias in shaping.logit_bias),
+    )
+    for name, value, least, most in bounds:
+        if not least <= value <= most:  # also if it is not a number
+            raise InvalidRequest(f"{name} {value}: use {least:g} to {most:g}")
+    if not (math.isfinite(shaping.repetition_penalty) and shaping.repetition_penalty > 0):
+        raise InvalidRequest(
+            f"repetition_penalty {shaping.repetition_penalty}: use more than 0; 1 is off"
+        )
+    for token, _ in shaping.logit_bias:
+        if not 0 <= token < capabilities.vocab_size:
+            raise InvalidRequest(f"logit_bias of {token}: use 0 to {capabilities.vocab_size - 1}")
 
 
 def _check_placeholders(request: Sample, capabilities: Capabilities) -> None:

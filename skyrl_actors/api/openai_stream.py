@@ -1,0 +1,121 @@
+"""Stream samples as OpenAI's server-sent events. Each choice has a sample of its own."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from skyrl_actors.api import openai_answers as answers
+from skyrl_actors.api.openai_answers import Form
+from skyrl_actors.api.openai_text import GrowingText
+from skyrl_actors.api.requested import RequestedSamples
+from skyrl_actors.api.state import ApiState, shown
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
+from skyrl_actors.messages.results import Failure, PartialSample, SampleOutput
+
+Chunk = tuple[dict[str, Any], int]  # and the number of its tokens
+Chunks = AsyncIterator[Chunk | Failure]
+
+
+async def as_events(
+    state: ApiState, form: Form, chunks: Chunks, prompt_tokens: int | None
+) -> AsyncIterator[str]:
+    """Yield server-sent events, up to a failure.
+
+    With `prompt_tokens`, the last chunk has the token counts.
+    """
+    generated = 0
+    async for found in chunks:
+        if isinstance(found, Failure):
+            yield _event(_error(state, found))
+            break
+        content, tokens = found
+        generated += tokens
+        yield _event(content)
+    else:
+        if prompt_tokens is not None:
+            yield _event(answers.usage_chunk(form, prompt_tokens, generated))
+    yield "data: [DONE]\n\n"
+
+
+async def streamed(
+    state: ApiState,
+    samples: RequestedSamples,
+    form: Form,
+    asked: Sequence[str],
+    stops: Sequence[str],
+) -> Chunks:
+    """Yield the chunks of all choices as they come. `asked` are their requests."""
+    waiting: dict[asyncio.Task[Chunk | Failure | None], Chunks] = {}
+
+    def read_on(choice: Chunks) -> None:
+        waiting[asyncio.create_task(_next(choice))] = choice
+
+    try:
+        for index, request_id in enumerate(asked):
+            read_on(_choice(state, form, index, request_id, stops))
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                choice, found = waiting.pop(task), task.result()
+                if found is not None:
+                    yield found
+                    read_on(choice)
+    finally:
+        for task in waiting:
+            task.cancel()
+    samples.answered()
+
+
+async def _next(choice: Chunks) -> Chunk | Failure | None:
+    return await anext(choice, None)
+
+
+async def _choice(
+    state: ApiState, form: Form, index: int, request_id: str, stops: Sequence[str]
+) -> Chunks:
+    # OpenAI's API omits the stop text, so it is searched for here too.
+    text, have, reason = GrowingText(form.codec, stops), 0, None
+    yield answers.first_chunk(form, index), 0
+    while reason is None:
+        news = await state.client.partial(request_id, have, state.long_poll_s)
+        if isinstance(news, Failure):
+            yield news
+            return
+        part = news if isinstance(news, PartialSample) else _rest(news, have)
+        have += len(part.tokens)
+        reason = news.sequences[0].stop_reason if isinstance(news, SampleOutput) else None
+        new = text.more(part.tokens, last=reason is not None)
+        if part.tokens or reason:
+            yield answers.chunk(form, index, new, part, reason), len(part.tokens)
+
+
+async def at_once(samples: RequestedSamples, form: Form, stops: Sequence[str]) -> Chunks:
+    """Yield the chunks of answers that cannot be streamed piece by piece."""
+    try:
+        outputs = await samples.answers()
+    except SkyrlActorsError as error:
+        samples.answered()
+        yield Failure.of(error)
+        return
+    for index, one in enumerate(one for output in outputs for one in output.sequences):
+        yield answers.first_chunk(form, index), 0
+        yield answers.whole_chunk(form, index, one, stops), len(one.tokens)
+
+
+def _error(state: ApiState, failure: Failure) -> dict[str, Any]:
+    kind = "server_error" if failure.category == "server" else "invalid_request_error"
+    return {"error": {"message": shown(state, failure), "type": kind}}
+
+
+def _rest(output: Any, have: int) -> PartialSample:
+    if not isinstance(output, SampleOutput):
+        raise InternalError(f"{type(output).__name__} instead of a sample")
+    one = output.sequences[0]
+    return PartialSample(
+        tuple(one.tokens[have:].tolist()), tuple(one.shown_logprobs[have:].tolist())
+    )
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

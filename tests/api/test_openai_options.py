@@ -1,0 +1,221 @@
+"""Options of OpenAI's API beside the SDK's: they reach the engines, or are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.images import Picture
+from skyrl_actors.messages.requests import SamplingParams, Shaping
+from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
+from skyrl_actors.messages.weights import SamplerWeights
+from tests.api.local import MODEL, AnsweringBackend, config_for, edge
+
+URL = "http://service/v1"
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+class Recording(AnsweringBackend):
+    """Answers as many tokens as requested: the seed, then the next numbers."""
+
+    def __init__(self, folder: Path) -> None:
+        vocabulary = {f"t{token}": token for token in range(320)}
+        Tokenizer(models.WordLevel(vocabulary, "t0")).save(str(folder / "tokenizer.json"))
+        super().__init__(str(folder))
+        self.asked: list[SamplingParams] = []
+
+    async def sample(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
+    ) -> SampleOutput:
+        self.asked.append(params)
+        if params.seed == 13:
+            raise InternalError("the engine is gone")
+        sequences = tuple(
+            _sequence((params.seed or 0) + i, params) for i in range(params.num_samples)
+        )
+        k = params.topk_prompt_logprobs
+        size = len(prompt)
+        of_prompt: dict[str, Any] = {}
+        if params.prompt_logprobs:
+            of_prompt["prompt_logprobs"] = np.asarray([np.nan, *[-3.0] * (size - 1)], np.float32)
+        if k:
+            ids = np.asarray([[-1] * k, *[[1, 2][:k]] * (size - 1)], np.int32)
+            of_prompt["topk_prompt_ids"] = ids
+            of_prompt["topk_prompt_logprobs"] = np.where(ids < 0, -np.inf, -4.0)
+        return SampleOutput(sequences=sequences, version=weights.version, **of_prompt)
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        return PartialSample()
+
+
+def _sequence(seed: int, params: SamplingParams) -> Sequence:
+    tokens = np.arange(seed, seed + params.max_tokens, dtype=np.int32)
+    k = params.topk_sample_logprobs
+    return Sequence(
+        tokens=tokens,
+        logprobs=np.full(len(tokens), -1.0, np.float32),
+        stop_reason="length",
+        topk_ids=np.ones((len(tokens), k), np.int32) if k else None,
+        topk_logprobs=np.full((len(tokens), k), -2.0, np.float32) if k else None,
+    )
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Recording:
+    return Recording(tmp_path)
+
+
+def completion(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": [1, 2], "max_tokens": 2, "seed": 5, **more}
+
+
+async def done(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    answer = await http.post(f"{URL}/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}, None),
+        ({"frequency_penalty": 1.5}, Shaping(frequency_penalty=1.5)),
+        ({"presence_penalty": -2}, Shaping(presence_penalty=-2)),
+        ({"repetition_penalty": 1.1, "min_p": 0.1}, Shaping(repetition_penalty=1.1, min_p=0.1)),
+        ({"logit_bias": {"7": -100, "3": 5}}, Shaping(logit_bias=((3, 5.0), (7, -100.0)))),
+        ({"response_format": {"type": "json_object"}}, Shaping(json_schema="")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Shaping(json_schema=json.dumps(SCHEMA)),
+        ),
+    ],
+)
+async def test_what_shapes_the_distribution_reaches_the_engine(
+    tmp_path: Path, backend: Recording, given: dict[str, Any], expected: Shaping | None
+):
+    async with edge(config_for(tmp_path), backend) as http:
+        await done(http, completion(**given))
+        assert backend.asked[-1].shaping == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 2}, "min_p"),
+        ({"logit_bias": {"320": 1}}, "logit_bias of 320: use 0 to 319"),
+        ({"logit_bias": {"7": 101}}, "logit_bias of 7 101.0: use -100 to 100"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"presence_penalty": 1, "processed_logprobs": True}, "leave out either"),
+        ({"max_tokens": 0}, "max_tokens 0 needs echo=true"),
+        ({"echo": True, "stream": True}, "echo is not served in a stream"),
+        ({"best_of": 2}, "best_of is not served"),
+        ({"suffix": "x"}, "suffix is not served"),
+        ({"stream": True, "n": 129}, "129 choices are requested, and a stream has at most 128"),
+    ],
+)
+async def test_other_values_are_refused_by_name(
+    tmp_path: Path, backend: Recording, given: dict[str, Any], expected: str
+):
+    async with edge(config_for(tmp_path), backend) as http:
+        answer = await http.post(f"{URL}/completions", json=completion(**given))
+        assert answer.status_code == 400 and expected in answer.json()["error"]["message"], (
+            answer.text
+        )
+        assert backend.asked == []
+
+
+async def test_engines_of_type_jax_refuse_them(tmp_path: Path, backend: Recording):
+    config = config_for(tmp_path)
+    with_jax = config.model_copy(
+        update={"engine": config.engine.model_copy(update={"type": "jax"})}
+    )
+    async with edge(with_jax, backend) as http:
+        answer = await http.post(f"{URL}/completions", json=completion(presence_penalty=1))
+        assert answer.status_code == 400 and "engines of type jax sample by" in answer.text
+
+
+async def test_echo_begins_with_the_prompt_and_its_logprobs(tmp_path: Path, backend: Recording):
+    async with edge(config_for(tmp_path), backend) as http:
+        (choice,) = (await done(http, completion(echo=True, logprobs=2)))["choices"]
+        assert choice["text"] == "t1 t2 t5 t6"
+        assert choice["logprobs"] == {
+            "tokens": ["t1", "t2", "t5", "t6"],
+            "token_logprobs": [None, -3.0, -1.0, -1.0],
+            "top_logprobs": [None, {"t1": -4.0, "t2": -4.0}, {"t1": -2.0}, {"t1": -2.0}],
+            "text_offset": [0, 2, 4, 6],
+        }
+        (choice,) = (await done(http, completion(echo=True)))["choices"]
+        assert choice["text"] == "t1 t2 t5 t6" and choice["logprobs"] is None
+        (choice,) = (await done(http, completion(echo=True, stop=[" t6", "t2"])))["choices"]
+        assert choice["text"] == "t1 t2 t5", "a stop text counts only in the answer"
+
+
+async def test_echo_alone_scores_prompts_as_evaluations_do(tmp_path: Path, backend: Recording):
+    """lm-eval's local-completions asks so, for several prompts of token ids."""
+    async with edge(config_for(tmp_path), backend) as http:
+        asked = completion(prompt=[[1, 2], [3, 4, 5]], max_tokens=0, echo=True, logprobs=1)
+        answer = await done(http, asked)
+        first, second = answer["choices"]
+        assert first["text"] == "t1 t2" and second["text"] == "t3 t4 t5"
+        assert second["logprobs"]["token_logprobs"] == [None, -3.0, -3.0]
+        assert second["logprobs"]["top_logprobs"] == [None, {"t1": -4.0}, {"t1": -4.0}]
+        assert [first["finish_reason"], second["finish_reason"]] == ["length"] * 2
+        assert answer["usage"]["prompt_tokens"] == 5 and answer["usage"]["completion_tokens"] == 0
+
+
+async def streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
+    answer = await http.post(f"{URL}/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_a_stream_of_several_choices_has_the_texts_of_the_whole_answer(
+    tmp_path: Path, backend: Recording
+):
+    async with edge(config_for(tmp_path), backend) as http:
+        asked = completion(prompt=[[1], [2]], n=2)
+        whole = [choice["text"] for choice in (await done(http, asked))["choices"]]
+        assert whole == ["t5 t6", "t6 t7", "t7 t8", "t8 t9"]
+        events = await streamed(
+            http, {**asked, "stream": True, "stream_options": {"include_usage": True}}
+        )
+        texts, ends = [""] * 4, dict[int, str]()
+        for event in events[:-1]:
+            (choice,) = event["choices"]
+            texts[choice["index"]] += choice["text"]
+            if choice["finish_reason"]:
+                ends[choice["index"]] = choice["finish_reason"]
+        assert texts == whole and ends == dict.fromkeys(range(4), "length")
+        assert events[-1]["usage"]["prompt_tokens"] == 2
+        assert events[-1]["usage"]["completion_tokens"] == 8
+
+
+async def test_a_failed_choice_ends_the_stream(tmp_path: Path, backend: Recording):
+    async with edge(config_for(tmp_path), backend) as http:
+        events = await streamed(http, completion(n=3, seed=12, **WITH_USAGE))
+        assert events[-1]["error"]["type"] == "server_error"
+        assert "the engine is gone" in events[-1]["error"]["message"]
