@@ -30,7 +30,7 @@ PATIENCE_S = 45.0  # an SDK gives up one attempt after a minute
 GRACE_S = 3.0
 COPY_TIMEOUT_S = 55.0  # an SDK gives up after a minute and repeats; the copy continues
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
-VANISHED_S = 2.0
+FOLLOW_S = 0.5
 BULK_BYTES = 64 * 2**10
 
 
@@ -61,9 +61,10 @@ class ControllerClient:
     def __init__(self, *processes: ActorHandle[Any], patience_s: float = PATIENCE_S):
         self.patience_s = patience_s
         self._processes = processes
-        self._connection = RpcClient(self._address, ControllerCalls, VANISHED_S)
+        self._following: asyncio.Task[None] | None = None
+        self._connection = RpcClient(self._address, ControllerCalls)
         # A separate connection, so that small calls do not wait behind large ones.
-        self._bulk_connection = RpcClient(self._address, ControllerCalls, VANISHED_S)
+        self._bulk_connection = RpcClient(self._address, ControllerCalls)
 
     async def _address(self) -> Address:
         """Return the address of the active process, which answers first."""
@@ -85,6 +86,22 @@ class ControllerClient:
             raise error
         finally:
             await ended(*asked)
+
+    def _follow_active(self) -> None:
+        """Leave a process that another one replaced, even if its connection lives on."""
+        task, loop = self._following, asyncio.get_running_loop()
+        if len(self._processes) > 1 and (task is None or task.done() or task.get_loop() != loop):
+            self._following = loop.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            try:
+                active = await self._address()
+            except (ActorDied, InternalError):
+                continue
+            self._connection.leave_unless(active)
+            self._bulk_connection.leave_unless(active)
 
     def within(self, limits: Limits) -> ControllerCalls:
         """Return the controller's methods, to be called within these limits."""
@@ -127,6 +144,7 @@ class ControllerClient:
         is_bulk = method is ControllerCalls.fetch or (
             method is ControllerCalls.submit and size_of(arguments[0]) > BULK_BYTES
         )
+        self._follow_active()
         connection = self._bulk_connection if is_bulk else self._connection
         return await connection.call(method, *arguments, **named)
 

@@ -29,6 +29,7 @@ from skyrl_actors.api.openai_text import Codec, codec_for
 from skyrl_actors.api.pictures import NO_IMAGES, PictureReader
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
 from skyrl_actors.api.state import state_of
+from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.images import Picture
@@ -158,7 +159,8 @@ async def _params(
             f"{topk} top logprobs are requested and a stream returns none: "
             "omit top_logprobs (for completions, use logprobs=0)"
         )
-    http = state_of(request).config.http
+    # A default of the service must not refuse a body that did not ask for it.
+    http = state_of(request).config.http if body.shaping is None else HttpConfig()
     return SamplingParams(
         max_tokens=max_tokens,
         num_samples=body.n,

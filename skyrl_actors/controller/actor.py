@@ -19,6 +19,7 @@ from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.successor import Successor, own_process
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.build import build_journal
+from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.observe.process import Observed
 from skyrl_actors.observe.spans import SPANS, Span
@@ -61,6 +62,7 @@ class ControllerActor:
         self._watching: asyncio.Task[None] | None = None
         self._successor = Successor(successor) if successor is not None else None
         self._following: asyncio.Task[None] | None = None
+        self._guarding: asyncio.Task[None] | None = None
         self._rpc = RpcServer(self._part_for, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
 
     def __repr__(self) -> str:
@@ -95,6 +97,8 @@ class ControllerActor:
         return self._starting
 
     async def _start(self, wait: bool) -> ServedModels:
+        await ended(self._guarding)
+        self._guarding = asyncio.create_task(self._end_when_deposed(self.controller.journal))
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._start_over)
             able = await self.controller.start(wait)
@@ -115,6 +119,13 @@ class ControllerActor:
         )
         return able
 
+    async def _end_when_deposed(self, journal: Journal) -> None:
+        """End this process when another one has the journal: ranks and engines are not its own."""
+        while (deposed := journal.deposed) is None:  # noqa: ASYNC110  a plain attribute
+            await asyncio.sleep(POLL_S)
+        log.critical("this process ends: %s", deposed)
+        os._exit(1)
+
     @property
     def _lost(self) -> str | None:
         return self.controller.journal.lost or self.controller.backend.lost
@@ -123,19 +134,17 @@ class ControllerActor:
         """Rebuild the controller, ranks and engines when the journal or the backend is lost.
 
         The journal is lost when its database lost confirmed entries: ranks and engines may be
-        ahead of it. The backend is lost when Ray does not place its slots. If another process has
-        the journal, this one ends: ranks and engines are no longer its own.
+        ahead of it. The backend is lost when Ray does not place its slots.
         """
-        while (lost := self._lost) is None:
-            if (deposed := self.controller.journal.deposed) is not None:
-                log.critical("this process ends: %s", deposed)
-                os._exit(1)
-            await asyncio.sleep(POLL_S)  # plain attributes, without an event
+        while (lost := self._lost) is None:  # noqa: ASYNC110  plain attributes, without an event
+            await asyncio.sleep(POLL_S)
         self._report(lost)
         await ended(self._following)
         await housekeeping.attempt(
             "the controller was not closed in order", self.controller.close()
         )
+        if self._successor is not None:
+            self._rpc.hang_up()
         self._starting = None
         self.controller = self.build_controller(*self._arguments)
         await self._begin(self._successor is not None)
@@ -215,7 +224,7 @@ class ControllerActor:
 
     async def close(self) -> None:
         """Stop the service. A process that is not active only stops waiting."""
-        await ended(self._watching, self._following)
+        await ended(self._watching, self._following, self._guarding)
         if self._successor is not None:
             if not self.controller.opened.is_set():
                 return

@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 
 from skyrl_actors import remote
+from skyrl_actors.messages.errors import SkyrlActorsError
 from skyrl_actors.remote import settled, typed_ray
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,13 @@ class Successor:
             await asyncio.sleep(LOOK_S)
 
     async def _asked(self) -> str | None:
-        actor = await asyncio.to_thread(remote.named, self._name)
-        if actor is None:
-            return None
         try:
+            actor = await asyncio.to_thread(remote.named, self._name)
+            if actor is None:
+                return None
             return await asyncio.wait_for(settled(actor.stand_by.remote()), ANSWER_S)
-        except (remote.ActorDied, TimeoutError):
+        except (SkyrlActorsError, remote.RayError, TimeoutError) as error:
+            log.info("the other process does not answer: %s", error)
             return None
 
     async def end(self, restart: bool) -> None:

@@ -123,7 +123,16 @@ def named_files(engine: sa.Engine) -> tuple[list[str], list[str]]:
 def fetch_missing(
     folder: Path, mirror: Objects, packs: Sequence[str], snapshots: Sequence[str]
 ) -> None:
-    """Fetch files of a journal that its folder lost."""
+    """Fetch files of a journal that its folder lost. Raises ConfigError."""
+    try:
+        _fetch_missing(folder, mirror, packs, snapshots)
+    except OSError as error:
+        raise ConfigError(f"files of the journal cannot be fetched: {error}") from None
+
+
+def _fetch_missing(
+    folder: Path, mirror: Objects, packs: Sequence[str], snapshots: Sequence[str]
+) -> None:
     store = PackStore(folder / PACKS, mirror)
     folders = SnapshotFolders(folder / SNAPSHOTS, mirror=mirror)
     for pack in packs:
@@ -172,7 +181,7 @@ def _faults(
         for row in connection.execute(sa.select(t.snapshots)).mappings().all():
             try:
                 snapshots.verify(SnapshotTaken(**row))
-            except Corrupt as error:
+            except (Corrupt, OSError) as error:
                 yield str(error)
 
 

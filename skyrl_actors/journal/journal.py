@@ -230,7 +230,7 @@ class SqlJournal:
         return snapshot
 
     async def verified_snapshot(self, snapshot: SnapshotTaken) -> Path:
-        return await asyncio.to_thread(self._folders.verify, snapshot)
+        return await self._read(self._folders.verify, snapshot)
 
     async def audit(
         self, last: int, since: float = 0.0, until: float | None = None

@@ -28,6 +28,7 @@ LOOK_S = 0.05
 ADVISORY_LOCK = 0x536B7952
 BEAT_S = 0.4
 SILENCE_S = 2.0
+REFUSALS = 2  # `check` of another service can have the lock for a moment
 TRY = sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK))
 BEAT = sa.text("SELECT 1")
 HOLDER = sa.text("SELECT value FROM journal_info WHERE key = 'holder'")
@@ -39,6 +40,14 @@ END_SILENT = sa.text(
     "WHERE locktype = 'advisory' AND granted AND classid = 0 AND objid = :lock AND objsubid = 1 "
     "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
     "AND clock_timestamp() - state_change > make_interval(secs => :silence_s))"
+)
+
+
+# A session of this process can live on in the server after its connection was lost.
+END_OWN = sa.text(
+    "SELECT pg_terminate_backend(pid, 1000) FROM pg_locks JOIN pg_stat_activity USING (pid) "
+    "WHERE locktype = 'advisory' AND granted AND classid = 0 AND objid = :lock AND objsubid = 1 "
+    "AND application_name = :name AND pid <> pg_backend_pid()"
 )
 
 
@@ -87,6 +96,7 @@ class DatabaseLock:
     def __init__(self, url: URL, name: str):
         self.deposed: str | None = None  # which process has taken the lock over
         self.ended_silent = False  # whether it ended the session of a silent process
+        self._name = name
         self._engine = opening.connect(url, name)
         self._connection: sa.Connection | None = None
         self._closing = threading.Event()
@@ -96,7 +106,7 @@ class DatabaseLock:
         """Take the lock. Raises ConfigError if another process still has it after `wait_s`."""
         deadline = time.monotonic() + wait_s
         while (first := self._tried(wait_s == math.inf)) is not None:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or self._closing.is_set():
                 raise ConfigError(
                     f"the journal {self._engine.url} is in use by {first}; "
                     "stop it first, or set another journal.url"
@@ -145,17 +155,29 @@ class DatabaseLock:
             self.ended_silent = True
 
     def _beat(self) -> None:
-        """Keep the session busy. Raise `deposed` when another process has the lock."""
+        """Keep the session busy. Set `deposed` when another process has the lock."""
+        refusals, has_it = 0, True
         while not self._closing.wait(BEAT_S) and self.deposed is None:
             try:
-                if self._connection is not None:
+                if has_it and self._connection is not None:
                     self._connection.execute(BEAT)
-                elif (holder := self._try()) is not None:
+                    continue
+                holder = self._try()
+                if holder is not None and self._own_sessions_ended():
+                    holder = self._try()
+                has_it, refusals = holder is None, refusals + 1
+                if not has_it and refusals > REFUSALS:
                     self.deposed = f"the journal was taken over by {holder}"
                     log.error(self.deposed)
             except DBAPIError as error:
                 log.warning("the lock on the journal was lost: %s", error.orig)
                 self._drop_connection()
+                has_it, refusals = False, 0
+
+    def _own_sessions_ended(self) -> bool:
+        assert self._connection is not None
+        parameters = {"lock": ADVISORY_LOCK, "name": self._name}
+        return bool(self._connection.execute(END_OWN, parameters).all())
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None

@@ -46,16 +46,24 @@ def prepare(folder: Path, mirror: Objects) -> None:
 
 
 def begin(folder: Path, mirror: Objects, epoch: int) -> None:
-    """Copy all files of a journal that had no mirror, and note the epoch."""
-    if not mirror.has(opening.MARKER):
-        packs, snapshots = (
-            sorted((folder / name).iterdir()) for name in (opening.PACKS, opening.SNAPSHOTS)
-        )
-        if packs or snapshots:
-            log.info("copying %d packs and %d snapshots", len(packs), len(snapshots))
-        for pack in packs:
-            mirror.put(f"{opening.PACKS}/{pack.name}", pack.read_bytes())
-        for snapshot in snapshots:
-            mirror.put_folder(f"{opening.SNAPSHOTS}/{snapshot.name}", snapshot, MANIFEST)
+    """Note the epoch, and copy what is missing if the epoch before had no mirror."""
+    if mirror.get(opening.EPOCH) != str(epoch - 1).encode():
+        _copy_missing(folder, mirror)
         mirror.put(opening.MARKER, (folder / opening.MARKER).read_bytes())
     mirror.put(opening.EPOCH, str(epoch).encode())
+
+
+def _copy_missing(folder: Path, mirror: Objects) -> None:
+    there = set(mirror.names(opening.PACKS))
+    packs = [p for p in sorted((folder / opening.PACKS).iterdir()) if p.name not in there]
+    snapshots = [
+        snapshot
+        for snapshot in sorted((folder / opening.SNAPSHOTS).iterdir())
+        if not mirror.has(f"{opening.SNAPSHOTS}/{snapshot.name}/{MANIFEST}")
+    ]
+    if packs or snapshots:
+        log.info("copying %d packs and %d snapshots", len(packs), len(snapshots))
+    for pack in packs:
+        mirror.put(f"{opening.PACKS}/{pack.name}", pack.read_bytes())
+    for snapshot in snapshots:
+        mirror.put_folder(f"{opening.SNAPSHOTS}/{snapshot.name}", snapshot, MANIFEST)

@@ -5,10 +5,11 @@ renamed, and its folder is fsynced. So it is complete or absent, and never chang
 """
 
 import hashlib
+import logging
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from io import RawIOBase
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from skyrl_actors.messages.errors import Corrupt
 from skyrl_actors.storage.files import fsync
 from skyrl_actors.storage.objects import Objects
 
+log = logging.getLogger(__name__)
 PARTIAL = ".partial"
 PACKS = "packs"
 
@@ -50,6 +52,7 @@ class PackStore:
     def __init__(self, folder: Path, mirror: Objects | None = None):
         self.folder = folder
         self.mirror = mirror
+        self._left: set[str] = set()
 
     def write(self, pack: Pack) -> None:
         """Write a pack durably. On OSError it counts as absent."""
@@ -106,8 +109,9 @@ class PackStore:
         """Return those of these records whose packs are there and long enough."""
         sizes: dict[str, int] = {}
         for pack in {place.pack for place in places.values()}:
-            with suppress(FileNotFoundError):
-                sizes[pack] = (self.folder / pack).stat().st_size
+            file = self.folder / pack
+            if file.exists() or self.fetch(pack):
+                sizes[pack] = file.stat().st_size
         return {
             name: place
             for name, place in places.items()
@@ -121,8 +125,7 @@ class PackStore:
     def remove(self, names: Iterable[str]) -> int:
         """Remove packs that no row refers to, and return the freed bytes."""
         freed, names = 0, list(names)
-        if self.mirror is not None:
-            self.mirror.remove(f"{PACKS}/{name}" for name in names)
+        self._remove_mirrored(names)
         for name in names:
             file = self.folder / name
             try:
@@ -131,6 +134,17 @@ class PackStore:
             except FileNotFoundError:
                 continue
         return freed
+
+    def _remove_mirrored(self, names: Sequence[str]) -> None:
+        """Remove copies. Those that the mirror does not remove now are removed the next time."""
+        if self.mirror is None:
+            return
+        self._left.update(names)
+        try:
+            self.mirror.remove(f"{PACKS}/{name}" for name in sorted(self._left))
+            self._left.clear()
+        except OSError as error:
+            log.warning("%d packs stay in the mirror for now: %s", len(self._left), error)
 
 
 def _write_all(stream: RawIOBase, content: bytes) -> None:

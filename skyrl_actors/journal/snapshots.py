@@ -5,8 +5,10 @@ The ranks write files into a staging folder, `seal` completes it, and `verify` c
 
 import hashlib
 import json
+import logging
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +19,7 @@ from skyrl_actors.journal.packs import PARTIAL, fsync
 from skyrl_actors.messages.errors import Corrupt
 from skyrl_actors.storage.objects import Objects
 
+log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 SNAPSHOTS = "snapshots"
 
@@ -36,8 +39,9 @@ class SnapshotFolders:
 
     def stage(self, model_id: str, number: int) -> Path:
         """Create an empty staging folder."""
-        staging = self.root / f"{_safe(model_id)}@{number}{PARTIAL}"
-        shutil.rmtree(staging, ignore_errors=True)
+        # Unique, so that a controller which lost the journal never touches its successor's.
+        name = f"{_safe(model_id)}@{number}-{uuid.uuid4().hex[:8]}"
+        staging = self.root / f"{name}{PARTIAL}"
         staging.mkdir(mode=0o700)
         return staging
 
@@ -56,7 +60,6 @@ class SnapshotFolders:
                 fsync(file)
             fsync(staging)
             folder = self.root / staging.name.removesuffix(PARTIAL)
-            shutil.rmtree(folder, ignore_errors=True)
             os.rename(staging, folder)
             fsync(self.root)
             if self.mirror is not None:
@@ -74,7 +77,10 @@ class SnapshotFolders:
         )
 
     def verify(self, snapshot: SnapshotTaken) -> Path:
-        """Return the folder. Raises Corrupt when a file is missing or changed."""
+        """Return the folder. Raises Corrupt when a file is missing or changed.
+
+        Raises OSError when the mirror does not answer.
+        """
         try:
             return self._verify(snapshot)
         except Corrupt:
@@ -97,15 +103,26 @@ class SnapshotFolders:
         """Fetch a snapshot from the mirror. Return whether it is there."""
         if self.mirror is None:
             return False
+        staging, folder = self.root / f"{name}.{uuid.uuid4().hex}{PARTIAL}", self.root / name
         try:
-            return self.mirror.get_folder(f"{SNAPSHOTS}/{name}", self.root / name, MANIFEST)
-        except OSError as error:
-            raise Corrupt(f"snapshot {name} cannot be fetched: {error}") from None
+            if not self.mirror.get_folder(f"{SNAPSHOTS}/{name}", staging, MANIFEST):
+                return False
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(staging, folder)
+            return True
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
     def remove(self, name: str) -> int:
-        """Remove a folder and return the freed bytes."""
-        if self.mirror is not None:
-            self.mirror.remove([f"{SNAPSHOTS}/{name}"])
+        """Remove a folder and return the freed bytes.
+
+        A copy that the mirror does not remove now is removed when the journal is opened again.
+        """
+        if self.mirror is not None and not name.endswith(PARTIAL):
+            try:
+                self.mirror.remove([f"{SNAPSHOTS}/{name}"])
+            except OSError as error:
+                log.warning("a snapshot stays in the mirror: %s", error)
         folder = self.root / name
         freed = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
         shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,6 @@ Calls wait while the connection is full. `rpc_server` is the other side.
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -51,18 +50,12 @@ class RpcClient:
 
     The first call connects, and so does the first call after a lost connection. Calls that run when
     the connection is lost raise ActorDied. `find` requests the actor's address through Ray.
-    `protocol` is the one that the actor serves. A connection is lost too when the actor's machine
-    acknowledges nothing for `vanished_s`; None: the system decides, after minutes.
+    `protocol` is the one that the actor serves.
     """
 
-    def __init__(
-        self,
-        find: Callable[[], Awaitable[Address]],
-        protocol: type,
-        vanished_s: float | None = None,
-    ):
+    def __init__(self, find: Callable[[], Awaitable[Address]], protocol: type):
         self._find = find
-        self._vanished_s = vanished_s
+        self._address: Address | None = None  # of the connection
         self._encoding = CallEncoding(protocol)
         self._opening: asyncio.Task[Connection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,10 +95,8 @@ class RpcClient:
         return await asyncio.shield(self._opening)
 
     async def _connected(self) -> "Connection":
-        stream = await _stream_to(await self._find())
-        if self._vanished_s is not None:
-            _detect_end(stream.transport.get_extra_info("socket"), self._vanished_s)
-        return Connection(stream, self._encoding)
+        self._address = await self._find()
+        return Connection(await _stream_to(self._address), self._encoding)
 
     def hang_up(self) -> None:
         """Fail all running calls with ActorDied: the actor is known to be gone.
@@ -114,6 +105,11 @@ class RpcClient:
         """
         if self._opening is not None and self._opening.done() and not _is_broken(self._opening):
             self._opening.result().hang_up()
+
+    def leave_unless(self, address: Address) -> None:
+        """Fail all running calls with ActorDied if they are made at another address."""
+        if self._address != address:
+            self.hang_up()
 
     async def close(self) -> None:
         """Close the connection. Running calls raise ActorDied."""
@@ -221,14 +217,6 @@ async def _stream_to(address: Address) -> FrameStream:
             f"the process at {address.host}:{address.port} does not know its secret"
         )
     return stream
-
-
-def _detect_end(connection: socket.socket, seconds: float) -> None:
-    """Lose the connection when the other machine acknowledges nothing for these seconds."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-        connection.setsockopt(socket.IPPROTO_TCP, option, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 async def _is_actor(stream: FrameStream, secret: bytes) -> bool:

@@ -7,8 +7,10 @@ import pytest
 
 from skyrl_actors.api import client
 from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.remote import ActorDied
 from skyrl_actors.transport.rpc import Address
+from skyrl_actors.transport.rpc_server import RpcServer, to_one
 
 THERE = Address(host="127.0.0.1", port=1, token=b"x")
 
@@ -57,3 +59,31 @@ async def test_without_an_active_process_the_client_asks_again():
         await ControllerClient(Process(None), Process(None))._address()
     with pytest.raises(ActorDied, match="it died"):
         await ControllerClient(Process(ActorDied("it died")))._address()
+
+
+async def test_calls_leave_a_process_that_another_one_replaced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client, "FOLLOW_S", 0.01)
+    servers = [RpcServer(to_one(Answers(name)), ControllerCalls) for name in ("old", "new")]
+    addresses = [await server.address("127.0.0.1") for server in servers]
+    old, new = Process(addresses[0]), Process("never")
+    found = ControllerClient(old, new)
+    waiting = asyncio.create_task(found.calls.fault())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    old.answer, new.answer = "never", addresses[1]
+    assert await asyncio.wait_for(waiting, 5) == "new"
+    for server in servers:
+        server.hang_up()
+        await server.close()
+
+
+class Answers:
+    """A controller whose old process does not answer any more."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    async def fault(self) -> str | None:
+        if self.name == "old":
+            await asyncio.Event().wait()
+        return self.name

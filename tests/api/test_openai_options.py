@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from skyrl_actors.config.cluster import HttpConfig
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams, Shaping
@@ -144,6 +145,15 @@ async def test_other_values_are_refused_by_name(
             answer.text
         )
         assert backend.asked == []
+
+
+async def test_a_default_of_the_service_refuses_no_option(tmp_path: Path, backend: Recording):
+    config = config_for(tmp_path, http=HttpConfig(tempered_logprobs=True))
+    async with edge(config, backend) as http:
+        await done(http, completion(presence_penalty=1))
+        assert not backend.asked[-1].tempered_logprobs
+        await done(http, completion())
+        assert backend.asked[-1].tempered_logprobs
 
 
 async def test_engines_of_type_jax_refuse_them(tmp_path: Path, backend: Recording):

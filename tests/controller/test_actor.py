@@ -139,3 +139,43 @@ async def test_one_service_cannot_take_the_journal_of_another(two: Any, tmp_path
     other = actor.ControllerActor(config_in(tmp_path), {"tiny": str(tmp_path)}, False)
     with pytest.raises(ConfigError, match="in use by service 'skyrl-actors'"):
         await other.start()
+
+
+async def test_a_process_without_the_journal_ends_also_while_it_starts(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first, _ = two
+    await first.close()
+    starting = process_in(tmp_path)
+    ends = asyncio.Event()
+    monkeypatch.setattr(actor.os, "_exit", lambda code: ends.set())
+    monkeypatch.setattr(actor, "POLL_S", 0.01)
+
+    async def never(_: int) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(starting.controller.backend, "start", never)
+    await starting.get_rpc_address("127.0.0.1")
+    assert starting.controller.readiness.capabilities is None
+    starting.controller.journal.store.fenced = "another one has it"
+    await asyncio.wait_for(ends.wait(), 5)
+    await actor.ended(starting._starting, starting._guarding)
+
+
+async def test_clients_leave_a_process_that_lost_its_journal_entries(
+    two: Any, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = two
+    monkeypatch.setattr(actor, "POLL_S", 0.01)
+    client = RpcClient(lambda: first.get_rpc_address("127.0.0.1"), ControllerCalls)
+    await client.call(ControllerCalls.create_session, "s1", SessionLabels())
+    waiting = asyncio.create_task(second.get_rpc_address("127.0.0.1"))
+    first._watching.cancel()
+    first._watching = asyncio.create_task(first._watch())
+    _lose_slots(first.controller)
+    async with asyncio.timeout(10):
+        while first._rpc.callers:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        while not (second.controller.opened.is_set() or first.controller.opened.is_set()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    waiting.cancel()

@@ -127,3 +127,26 @@ async def test_an_unrelated_service_never_ends_the_session_of_a_silent_one(
     await asyncio.sleep(SILENCE_S)
     with pytest.raises(ConfigError, match="in use by the first; stop it first"):
         await SqlJournal(config, KINDS).open("another service")
+
+
+@pytest.mark.parametrize("config", ["postgres"], indirect=True)
+async def test_a_holder_is_not_deposed_by_its_own_session_that_the_server_still_has(
+    config: JournalConfig,
+):
+    first, second = SqlJournal(config, KINDS), SqlJournal(config, KINDS)
+    await first.open("the first")
+    lock = first._database_lock
+    assert lock is not None
+    lost, lock._connection = lock._connection, None
+    await asyncio.sleep(SILENCE_S)
+    assert first.deposed is None
+    await first.write(accepted(1))
+    opening = asyncio.create_task(second.open("the second", wait=True))
+    await asyncio.sleep(SILENCE_S + 0.5)
+    assert not opening.done(), "the lock was not taken again"
+    await first.close()
+    await opening
+    await second.close()
+    assert lost is not None
+    lost.invalidate()
+    lost.close()

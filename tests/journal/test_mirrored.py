@@ -205,3 +205,60 @@ async def test_a_backup_has_files_that_only_the_mirror_has(mirrored: JournalConf
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ConfigError, match=r"has a journal already; set another journal\.mirror"):
         await asyncio.to_thread(restore, tmp_path / "copy", config, options)
+
+
+async def test_files_of_a_time_without_the_mirror_are_copied_when_it_is_back(
+    mirrored: JournalConfig,
+):
+    journal, _ = await opened(mirrored)
+    await journal.close()
+    operation = await filled(mirrored.model_copy(update={"mirror": None}))
+    journal, _ = await opened(mirrored)
+    await journal.close()
+    lose(mirrored)
+    journal, _ = await opened(mirrored)
+    assert await journal.request(operation) == CREATION
+    (snapshot,) = await journal.snapshots(MODEL)
+    await journal.verified_snapshot(snapshot)
+    await journal.close()
+
+
+async def test_an_outage_of_the_mirror_is_no_damage_and_what_it_keeps_is_removed_later(
+    mirrored: JournalConfig, monkeypatch: pytest.MonkeyPatch
+):
+    operation = await filled(mirrored)
+    assert mirrored.mirror is not None
+    there = Objects(mirrored.mirror)
+    lose(mirrored)
+    journal, _ = await opened(mirrored)
+    (snapshot,) = await journal.snapshots(MODEL)
+
+    def fails(*_: object) -> None:
+        raise OSError("no network")
+
+    with monkeypatch.context() as broken:
+        for name in ("get", "get_folder", "remove"):
+            broken.setattr(Objects, name, fails)
+        with pytest.raises(Unavailable, match="no network"):
+            await journal.verified_snapshot(snapshot)
+        with pytest.raises(Unavailable, match="no network"):
+            await journal.request(operation)
+        await journal.drop_staging(await journal.stage_snapshot(MODEL, 2))
+        assert operation.payload is not None and operation.result is not None
+        journal.store.packs.remove([operation.payload.pack])
+    assert operation.payload.pack in there.names("packs")
+    journal.store.packs.remove([operation.result.pack])
+    assert not {operation.payload.pack, operation.result.pack} & set(there.names("packs"))
+    await journal.verified_snapshot(snapshot)
+    await journal.close()
+
+
+async def test_snapshots_of_two_controllers_at_one_number_are_apart(mirrored: JournalConfig):
+    journal, _ = await opened(mirrored)
+    first, second = [await journal.stage_snapshot(MODEL, 1) for _ in range(2)]
+    for folder in (first, second):
+        (folder / "rank0.bin").write_bytes(folder.name.encode())
+    kept = await journal.seal_snapshot(second, MODEL, 1, 0)
+    await journal.drop_staging(first)
+    assert (await journal.verified_snapshot(kept) / "rank0.bin").read_text() == second.name
+    await journal.close()
