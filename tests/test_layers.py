@@ -128,7 +128,7 @@ NARROW = {
     "api": {
         "controller": {
             "skyrl_actors.controller.calls",
-            "skyrl_actors.controller.successor",
+            "skyrl_actors.controller.standby",
             "skyrl_actors.controller.checkpoints",
             "skyrl_actors.controller.tenants",
         },

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ray.actor import ActorHandle
 
 from skyrl_actors.controller.calls import CatalogCalls, ControllerCalls, SessionCatalogCalls
-from skyrl_actors.controller.successor import actor_names
+from skyrl_actors.controller.standby import actor_names
 from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.requests import Request
@@ -31,6 +31,7 @@ GRACE_S = 3.0
 COPY_TIMEOUT_S = 55.0  # an SDK gives up after a minute and repeats; the copy continues
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 FOLLOW_S = 0.5
+ANSWER_S = 12.0  # a process that is not active answers after 10 s
 BULK_BYTES = 64 * 2**10
 
 
@@ -38,8 +39,8 @@ def find_controller(name: str) -> tuple[ActorHandle[Any], ...]:
     """Return the processes of a service's controller. Raises ValueError when there is none."""
     first, second = actor_names(name)
     found = typed_ray.get_actor(first, namespace=NAMESPACE)
-    successor = named_actor(second)
-    return (found,) if successor is None else (found, successor)
+    standby = named_actor(second)
+    return (found,) if standby is None else (found, standby)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,18 @@ class ControllerClient:
     def __init__(self, *processes: ActorHandle[Any], patience_s: float = PATIENCE_S):
         self.patience_s = patience_s
         self._processes = processes
+        # A single process answers once Ray has started it again.
+        self._answer_s = ANSWER_S if len(processes) > 1 else None
         self._following: asyncio.Task[None] | None = None
         self._connection = RpcClient(self._address, ControllerCalls)
         # A separate connection, so that small calls do not wait behind large ones.
         self._bulk_connection = RpcClient(self._address, ControllerCalls)
 
     async def _address(self) -> Address:
-        """Return the address of the active process, which answers first."""
+        """Return the address of the active process, which answers first.
+
+        One that stands still does not answer, so the other one is asked again after `ANSWER_S`.
+        """
         here = node_address()
         asked = [
             asyncio.ensure_future(settled(process.get_rpc_address.remote(here)))
@@ -75,7 +81,7 @@ class ControllerClient:
         ]
         error = ActorDied("no process of the controller answers")
         try:
-            for answer in asyncio.as_completed(asked):
+            for answer in asyncio.as_completed(asked, timeout=self._answer_s):
                 try:
                     address: Address | None = await answer
                 except ActorDied as died:
@@ -83,6 +89,9 @@ class ControllerClient:
                     continue
                 if address is not None:
                     return address
+        except TimeoutError:
+            raise error from None
+        else:
             raise error
         finally:
             await ended(*asked)

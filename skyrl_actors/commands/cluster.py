@@ -31,7 +31,7 @@ from skyrl_actors.commands.terminal import bar, note
 from skyrl_actors.config.base_models import MadeBase, TinyVlBase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.actor import ControllerActor
-from skyrl_actors.controller.successor import actor_names
+from skyrl_actors.controller.standby import actor_names
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.jobs.shapes import shape_demonstrations
 from skyrl_actors.messages.errors import ConfigError
@@ -225,11 +225,11 @@ def create_controller(
     its journal.
     """
     first, second = actor_names(config.name)
-    successor = second if config.restart.standby_controller else None
-    return _created(first, successor, config, base_folders, detached)
+    standby = second if config.restart.standby_controller else None
+    return _created(first, standby, config, base_folders, detached)
 
 
-def create_successor(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
+def create_standby(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
     """Create the second process of a started controller, if the config has one."""
     if config.restart.standby_controller:
         note("starting the standby controller")
@@ -239,19 +239,19 @@ def create_successor(config: ClusterConfig, base_folders: Mapping[str, Path]) ->
 
 def _created(
     name: str,
-    successor: str | None,
+    standby: str | None,
     config: ClusterConfig,
     base_folders: Mapping[str, Path],
     detached: bool,
 ) -> ActorHandle[Any]:
     options: dict[str, Any] = {"lifetime": "detached", "max_restarts": -1} if detached else {}
-    if successor is not None:
+    if standby is not None:
         options["scheduling_strategy"] = "SPREAD"  # on two machines if there are two
     actor_class: Any = ray.remote(ControllerActor).options(
         name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
     )
     folders = {name: str(folder) for name, folder in base_folders.items()}
-    return actor_class.remote(config, folders, detached, successor)
+    return actor_class.remote(config, folders, detached, standby)
 
 
 async def wait_until_started(controller: ActorHandle[Any]) -> None:

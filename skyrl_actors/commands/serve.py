@@ -175,7 +175,7 @@ def refuse_other_edge(config: ClusterConfig) -> None:
 async def _start_controller(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
     controller = cluster.create_controller(config, base_folders, detached=True)
     await cluster.wait_until_started(controller)
-    cluster.create_successor(config, base_folders)
+    cluster.create_standby(config, base_folders)
 
 
 def start_ingress(config: ClusterConfig) -> None:

@@ -19,7 +19,7 @@ from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
-from skyrl_actors.controller.successor import actor_names
+from skyrl_actors.controller.standby import actor_names
 from skyrl_actors.journal.journal import reading
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.remote import typed_ray
@@ -74,4 +74,4 @@ async def _replaced(config: ClusterConfig, base_folders: Mapping[str, Path]) -> 
     await remote.end_named(actor_names(config.name))
     controller = cluster.create_controller(config, base_folders, detached=True)
     await cluster.wait_until_started(controller)
-    cluster.create_successor(config, base_folders)
+    cluster.create_standby(config, base_folders)

@@ -16,7 +16,7 @@ from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.bounds import RESULT_MEMORY_BYTES
 from skyrl_actors.controller.calls import ControllerCalls, ProcessCalls
 from skyrl_actors.controller.controller import Controller
-from skyrl_actors.controller.successor import Successor, own_process
+from skyrl_actors.controller.standby import Standby, own_process
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.build import build_journal
 from skyrl_actors.journal.protocol import Journal
@@ -43,7 +43,7 @@ class ControllerActor:
 
     Ray restarts this actor with the same arguments when its process dies. The first call then
     starts the controller, which opens its journal and attaches to the ranks and engines that run.
-    `base_folders` is by the name of a base model. `successor` is the name of the actor that takes
+    `base_folders` is by the name of a base model. `standby` is the name of the actor that takes
     over when this one dies, if there is one.
     """
 
@@ -52,7 +52,7 @@ class ControllerActor:
         config: ClusterConfig,
         base_folders: Mapping[str, str],
         detached: bool,
-        successor: str | None = None,
+        standby: str | None = None,
     ):
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("controller")
         self.progress: list[str] = []
@@ -60,7 +60,7 @@ class ControllerActor:
         self.controller = self.build_controller(*self._arguments)
         self._starting: asyncio.Task[ServedModels] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._successor = Successor(successor) if successor is not None else None
+        self._standby = Standby(standby) if standby is not None else None
         self._following: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
         self._rpc = RpcServer(self._part_for, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
@@ -105,10 +105,10 @@ class ControllerActor:
             undo.pop_all()
         heap.keep_present_objects()
         self._watching = asyncio.create_task(self._watch())
-        if self._successor is not None:
+        if self._standby is not None:
             if self.controller.journal.ended_silent:
-                await self._successor.end(restart=True)  # it stands still, or its machine is gone
-            self._following = asyncio.create_task(self._successor.follow())
+                await self._standby.end(restart=True)  # it stands still, or its machine is gone
+            self._following = asyncio.create_task(self._standby.follow())
         await remote.publish(
             self._arguments[0].name,
             {
@@ -143,11 +143,11 @@ class ControllerActor:
         await housekeeping.attempt(
             "the controller was not closed in order", self.controller.close()
         )
-        if self._successor is not None:
+        if self._standby is not None:
             self._rpc.hang_up()
         self._starting = None
         self.controller = self.build_controller(*self._arguments)
-        await self._begin(self._successor is not None)
+        await self._begin(self._standby is not None)
 
     @property
     def _url(self) -> str:
@@ -160,7 +160,7 @@ class ControllerActor:
     async def _start_over(self) -> None:
         await self.controller.abandon()
         await asyncio.sleep(AFTER_FAILURE_S)  # calls during the pause get this failure
-        if self._successor is not None:  # it may be active now; callers hear why first
+        if self._standby is not None:  # it may be active now; callers hear why first
             asyncio.get_running_loop().call_later(HANG_UP_S, self._rpc.hang_up)
         self._starting = None
         self.controller = self.build_controller(*self._arguments)
@@ -168,7 +168,7 @@ class ControllerActor:
     async def _ensure_started(self) -> None:
         """Start the controller if needed. Raises Unavailable, so that clients retry."""
         try:
-            await asyncio.shield(self._begin(self._successor is not None))
+            await asyncio.shield(self._begin(self._standby is not None))
         except SkyrlActorsError as error:
             raise Unavailable(f"the service does not start: {error}") from None
 
@@ -184,7 +184,7 @@ class ControllerActor:
 
         None if this process is not active within `ACTIVE_S`; ask both processes again.
         """
-        if self._successor is not None:
+        if self._standby is not None:
             self._begin(wait=True)
             try:
                 await asyncio.wait_for(self.controller.opened.wait(), ACTIVE_S)
@@ -202,7 +202,7 @@ class ControllerActor:
 
     async def fault(self) -> str | None:
         # If the actor was restarted, this can be its first call.
-        self._begin(self._successor is not None)
+        self._begin(self._standby is not None)
         return self.controller.readiness.fault()
 
     def settings(self) -> ClusterConfig:
@@ -216,19 +216,19 @@ class ControllerActor:
     async def status(self) -> dict[str, Any]:
         content = await self.controller.status()
         content |= {"url": self._url, "process": own_process()}
-        if self._successor is not None:
-            content["standby"] = self._successor.waiting
-            if self._successor.waiting is None:
+        if self._standby is not None:
+            content["standby"] = self._standby.waiting
+            if self._standby.waiting is None:
                 content["warning"] = content["warning"] or "no standby controller is ready"
         return content
 
     async def close(self) -> None:
         """Stop the service. A process that is not active only stops waiting."""
         await ended(self._watching, self._following, self._guarding)
-        if self._successor is not None:
+        if self._standby is not None:
             if not self.controller.opened.is_set():
                 return
-            await self._successor.end(restart=False)
+            await self._standby.end(restart=False)
         await remote.publish(self._arguments[0].name, None)
         await self.controller.close()
         await self._rpc.close()

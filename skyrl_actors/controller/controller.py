@@ -47,8 +47,8 @@ from skyrl_actors.controller.router_replay import RouterReplay
 from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.session_end import SessionEnd
+from skyrl_actors.controller.standby import own_process
 from skyrl_actors.controller.submission import Submission
-from skyrl_actors.controller.successor import own_process
 from skyrl_actors.controller.tasks import Tasks
 from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
 from skyrl_actors.controller.verbs.verb import VerbContext

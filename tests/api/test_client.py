@@ -61,6 +61,19 @@ async def test_without_an_active_process_the_client_asks_again():
         await ControllerClient(Process(ActorDied("it died")))._address()
 
 
+async def test_a_process_that_stands_still_does_not_end_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(client, "ANSWER_S", 0.05)
+    stopped, waiting = Process("never"), Process(None)
+    found = ControllerClient(stopped, waiting)
+    with pytest.raises(ActorDied):
+        await asyncio.wait_for(found._address(), 5)
+    assert stopped.given_up
+    waiting.answer = THERE
+    assert await found._address() == THERE
+
+
 async def test_calls_leave_a_process_that_another_one_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client, "FOLLOW_S", 0.01)
     servers = [RpcServer(to_one(Answers(name)), ControllerCalls) for name in ("old", "new")]

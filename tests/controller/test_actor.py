@@ -84,7 +84,7 @@ async def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(actor, "build_backend", lambda *_: FakeBackend())
     monkeypatch.setattr(actor.remote, "publish", nothing)
     monkeypatch.setattr(actor.remote, "named", lambda name: None)
-    monkeypatch.setattr(actor.Successor, "end", nothing)
+    monkeypatch.setattr(actor.Standby, "end", nothing)
     monkeypatch.setattr("skyrl_actors.transport.rpc_server.node_address", lambda: "127.0.0.1")
     monkeypatch.setattr(actor, "ACTIVE_S", 0.1)
     monkeypatch.setattr(actor, "AFTER_FAILURE_S", 0.1)

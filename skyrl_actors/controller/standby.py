@@ -29,7 +29,7 @@ def own_process() -> str:
     return f"process {os.getpid()} on {os.uname().nodename}"
 
 
-class Successor:
+class Standby:
     """What the active process knows of the other one, the actor of this name."""
 
     def __init__(self, name: str):
@@ -53,8 +53,14 @@ class Successor:
             return None
 
     async def end(self, restart: bool) -> None:
-        """Kill the process. `restart`: Ray starts it again."""
+        """Kill the process. `restart`: Ray starts it again. A failure is only logged."""
         self.waiting = None
-        with suppress(ValueError):
+        try:
+            await asyncio.to_thread(self._kill, restart)
+        except remote.RayError as error:
+            log.warning("the other process was not ended: %s", error)
+
+    def _kill(self, restart: bool) -> None:
+        with suppress(ValueError):  # it is gone
             actor = typed_ray.get_actor(self._name, namespace=remote.NAMESPACE)
-            await asyncio.to_thread(typed_ray.kill, actor, no_restart=not restart)
+            typed_ray.kill(actor, no_restart=not restart)
