@@ -45,6 +45,8 @@ class TypedContext(Protocol):
     @property
     def gcs_address(self) -> str: ...
 
+    def get_node_id(self) -> str: ...
+
 
 class TypedRay(Protocol):
     """Functions of Ray, with the types that its own annotations leave out."""

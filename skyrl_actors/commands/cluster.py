@@ -23,6 +23,7 @@ from ray._common.utils import get_default_ray_temp_dir, get_ray_address_file, re
 from ray._private import utils as ray_utils
 from ray.actor import ActorHandle
 from ray.util.placement_group import get_placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_actors import remote
 from skyrl_actors.api.client import NAMESPACE
@@ -246,12 +247,23 @@ def _created(
 ) -> ActorHandle[Any]:
     options: dict[str, Any] = {"lifetime": "detached", "max_restarts": -1} if detached else {}
     if standby is not None:
-        options["scheduling_strategy"] = "SPREAD"  # on two machines if there are two
+        options["scheduling_strategy"] = _places(config)
     actor_class: Any = ray.remote(ControllerActor).options(
         name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
     )
     folders = {name: str(folder) for name, folder in base_folders.items()}
     return actor_class.remote(config, folders, detached, standby)
+
+
+def _places(config: ClusterConfig) -> str | NodeAffinitySchedulingStrategy:
+    """Return where both processes are: on two machines if there are two.
+
+    An SQLite journal keeps them on this machine. Elsewhere, its folder could be another one.
+    """
+    if config.journal.url is not None:
+        return "SPREAD"
+    own_node = typed_ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
 
 
 async def wait_until_started(controller: ActorHandle[Any]) -> None:
