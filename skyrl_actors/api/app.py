@@ -19,6 +19,7 @@ from skyrl_actors.api import (
     routes_console,
     routes_files,
     routes_logs,
+    routes_metrics,
     routes_openai,
     routes_sampling,
     routes_service,
@@ -84,6 +85,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
     ):
         app.include_router(module.router, prefix="/api/v1")
 
+    app.include_router(routes_metrics.router)
     app.include_router(routes_openai.router)
     app.include_router(routes_openai.router, prefix=HOSTED, include_in_schema=False)
     if state is None or state.config.http.console is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_actors.config.keys import owner_of_name
+from skyrl_actors.config.keys import is_of
 from skyrl_actors.messages.paths import owner_of
 
 TO_ALL = (
@@ -26,6 +26,7 @@ TO_ALL = (
     "phase_seconds",
     "phase_timeline",
     "controller_rss_bytes",
+    "devices",
     "logprob_differences",
     "weight_load_seconds",
 )
@@ -47,9 +48,7 @@ class Viewer:
 
     def is_tenant(self, name: str) -> bool:
         """Return whether counts of this name are shown: a key's name, or without one its owner."""
-        return self.all or (
-            self.owner is not None and self.owner in (name, owner_of_name(name, ""))
-        )
+        return self.all or (self.owner is not None and is_of(name, self.owner))
 
     @property
     def scope(self) -> str | None:

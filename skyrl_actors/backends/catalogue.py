@@ -209,7 +209,7 @@ class CatalogueBackend:
     async def status(self) -> dict[str, Any]:
         """Return the state of all base models, and the parts of all that are loaded."""
         bases = self._bases.lock.status()
-        found: dict[str, Any] = {"base_models": bases, "groups": {}, "engines": []}
+        found: dict[str, Any] = {"base_models": bases, "groups": {}, "engines": [], "devices": {}}
         for name, backend in list(self._bases.backends.items()):
             own = await backend.status()
             bases[name]["phase"] = own.get("phase")
@@ -217,8 +217,9 @@ class CatalogueBackend:
             found["engines"] += [
                 {**engine, "name": f"{name} {engine['name']}"} for engine in own.get("engines", [])
             ]
+            found["devices"] |= own.get("devices", {})
             if bases[name]["place"] == Place.DEVICE or "phase" not in found:
-                keys = own.keys() - {"groups", "engines"}
+                keys = own.keys() - {"groups", "engines", "devices"}
                 found |= {key: own[key] for key in keys}
         return found
 

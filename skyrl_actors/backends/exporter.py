@@ -1,8 +1,9 @@
-"""Export metrics of this process through Ray, whose agents serve them to Prometheus."""
+"""Export metrics of this process through Ray, whose agents serve them, and at `/metrics`."""
 
 from ray.util.metrics import Counter, Gauge
 
 from skyrl_actors.observe.counts import Counts, Tags
+from skyrl_actors.observe.exposition import EXPOSED
 from skyrl_actors.observe.metrics import PREFIX, REGISTRY
 
 
@@ -24,16 +25,24 @@ class Exporter:
         self._exported: dict[tuple[str, Tags], float] = {}
 
     def set(self, name: str, value: float, **tags: str) -> None:
-        self._gauges[name].set(value, {"service": self._service, **tags})
+        named = {"service": self._service, **tags}
+        self._gauges[name].set(value, named)
+        EXPOSED.set(name, value, named)
 
     def total(self, name: str, value: float, **tags: str) -> None:
         """Set a counter to its current total."""
         key = name, tuple(sorted(tags.items()))
         growth = value - self._exported.get(key, 0.0)
         if growth > 0:
-            self._counters[name].inc(growth, {"service": self._service, **tags})
+            named = {"service": self._service, **tags}
+            self._counters[name].inc(growth, named)
+            EXPOSED.add(name, growth, named)
             self._exported[key] = value
 
     def totals(self, counts: Counts) -> None:
         for (name, tags), value in counts.read().items():
             self.total(name, value, **dict(tags))
+
+    def close(self) -> None:
+        """Export no gauges of this service at `/metrics` any more."""
+        EXPOSED.forget_gauges(self._service)

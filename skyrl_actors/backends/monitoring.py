@@ -1,8 +1,8 @@
-"""Health, restarts and host memory of all parts, for `status` and as metrics of the dashboard."""
+"""Health, restarts and memory of all parts and devices, for `status` and as metrics."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from skyrl_actors.backends.exporter import Exporter
 from skyrl_actors.colocation.phase_lock import PhaseLock
 from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.device_usage import DeviceUsage
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.process import resident_bytes
@@ -42,6 +43,17 @@ class CountsExport:
 
     def close(self) -> None:
         self._task.cancel()
+
+
+class Devices:
+    """The devices of all parts, each once: several parts can share one."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, Any]] = {}  # by UUID
+
+    def add(self, devices: Iterable[DeviceUsage]) -> None:
+        for device in devices:
+            self.found[device.uuid] = asdict(device)
 
 
 class Monitoring:
@@ -94,15 +106,17 @@ class Monitoring:
         }
 
     async def read(self) -> dict[str, Any]:
-        groups = {}
+        groups, devices = {}, Devices()
         for supervisor in self._groups:
             ranks = await self._usage(supervisor)
+            devices.add(device for rank in ranks for device in rank.devices)
             groups[supervisor.role] = {
                 "ranks": len(supervisor.builder.names),
                 "state": supervisor.down or "up",
                 "restarts": supervisor.restarts,
                 "refused": supervisor.refused,
                 "rss_bytes": [rank.rss_bytes for rank in ranks],
+                "devices": list(dict.fromkeys(d.uuid for rank in ranks for d in rank.devices)),
                 "paths": _paths(ranks),
                 "pids": supervisor.group.pids if supervisor.group else [],
             }
@@ -119,6 +133,7 @@ class Monitoring:
                 except InternalError as error:
                     row["state"] = str(error)
                 else:
+                    devices.add(status.devices)
                     row |= {
                         "version": status.loaded_version,
                         "adapters": len(status.adapters),
@@ -126,6 +141,7 @@ class Monitoring:
                         "running": status.running,
                         "waiting": status.waiting,
                         "rss_bytes": status.rss_bytes,
+                        "devices": [device.uuid for device in status.devices],
                         "kv_usage": round(status.kv_usage, 4),
                         "prefix_hit_rate": round(
                             status.prefix_hits / max(status.prefix_queries, 1), 4
@@ -136,6 +152,7 @@ class Monitoring:
         return {
             "groups": groups,
             "engines": engines,
+            "devices": devices.found,
             "controller_rss_bytes": resident_bytes(psutil.Process()),
         }
 
@@ -161,6 +178,10 @@ class Monitoring:
             export.set("refused_calls", group["refused"], actor=role)
             for rank, size in enumerate(group["rss_bytes"]):
                 export.set("rss_bytes", size, actor=f"{role}[{rank}]")
+        for uuid, device in found["devices"].items():
+            export.set("device_used_bytes", device["used_bytes"], device=uuid)
+            export.set("device_total_bytes", device["total_bytes"], device=uuid)
+            export.set("device_utilization", device["utilization"] or 0.0, device=uuid)
         for engine in found["engines"]:
             export.set("restarts", engine["restarts"], actor=engine["name"])
             export.set("rss_bytes", engine.get("rss_bytes", 0), actor=engine["name"])
@@ -180,6 +201,7 @@ class Monitoring:
 
     def close(self) -> None:
         self._task.cancel()
+        self._exporter.close()
         if self._counts is not None:
             self._counts.close()
 

@@ -75,6 +75,11 @@ def owner_of_name(name: str, digest: str) -> str:
     return hashlib.sha256((name or digest).encode()).hexdigest()[:OWNER_DIGITS]
 
 
+def is_of(name: str, owner: str | None) -> bool:
+    """Return whether a key with this name, or an owner itself, is of the owner; of None all are."""
+    return owner is None or owner in (name, owner_of_name(name, ""))
+
+
 def entries_in(text: str) -> list[str]:
     """Return the entries of a key file, which has one entry on each line and comments after `#`."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())

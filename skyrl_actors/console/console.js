@@ -125,6 +125,12 @@ function drawCards(state) {
   }));
 }
 
+function partsByDevice(state) {
+  const found = {}, parts = [...Object.entries(state.groups || {}), ...(state.engines || []).map((e) => [e.name, e])];
+  for (const [name, part] of parts) for (const uuid of part.devices || []) (found[uuid] ||= []).push(name);
+  return found;
+}
+
 function drawTables(state) {
   const missing = state.key === "missing", unseen = "an API key shows what is yours";
   const bases = Object.entries(state.base_models || {});
@@ -146,6 +152,13 @@ function drawTables(state) {
     ["memory", ([, g]) => bytes((g.rss_bytes || []).reduce((a, b) => a + b, 0)), "number"], ["restarts", ([, g]) => number(g.restarts), "number"],
     ["computes with", ([, g]) => Object.entries(g.paths || {}).map(([part, path]) => `${part}: ${path}`).join("; ")],
   ], Object.entries(state.groups || {}), "no groups");
+  const devices = Object.entries(state.devices || {}), sharing = partsByDevice(state);
+  at("of_devices").hidden = !devices.length;
+  table("devices", [
+    ["device", ([, d]) => d.name], ["memory in use", ([, d]) => bytes(d.used_bytes), "number"], ["of", ([, d]) => bytes(d.total_bytes), "number"],
+    ["busy", ([, d]) => d.utilization === null ? "" : `${number(100 * d.utilization)} %`, "number"],
+    ["parts", ([uuid]) => (sharing[uuid] || []).join(", ")], ["UUID", ([uuid]) => uuid],
+  ], devices, "");
   table("models", [
     ["model", (m) => m.model_id], ["role", (m) => m.role], ["weights", (m) => m.lora_rank ? `LoRA, rank ${m.lora_rank}` : "full"],
     ["steps", (m) => number(m.steps, 9), "number"], ["in line", (m) => number(m.queued), "number"], ["state", (m) => m.ready ? "ready" : "not ready", "state"],

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
+from skyrl_actors.config.keys import is_of
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.operations import Op
@@ -19,6 +20,8 @@ from skyrl_actors.messages.errors import InvalidRequest, NotFound, SkyrlActorsEr
 from skyrl_actors.messages.keys import Act
 from skyrl_actors.messages.operating import MODES, FailedRequest, HistoryPoint, Mode, OpenRequest
 from skyrl_actors.messages.paths import owner_of
+from skyrl_actors.observe.counts import COUNTS
+from skyrl_actors.observe.exposition import EXPOSED
 
 ACTS: dict[Mode, Act] = {"running": "resume", "paused": "pause", "draining": "drain"}
 CANCELLED = "cancelled by an operator"
@@ -48,6 +51,7 @@ class Operators:
     ):
         self._tenants = context.tenants
         self._capacity = context.capacity
+        self._name = context.config.name
         self._mode = context.admin.mode
         self._log = context.admin.log
         self._recent = context.admin.recent
@@ -118,6 +122,14 @@ class Operators:
     async def history(self) -> list[HistoryPoint]:
         """Return the totals of each minute of the last 24 hours, oldest first."""
         return self._recent.history()
+
+    async def metrics(self, owner: str | None) -> str:
+        """Return all metrics in the text format of Prometheus.
+
+        Those of a tenant are left out, unless it is the owner, or `owner` is None.
+        """
+        fresh = COUNTS.read() | {(name, ()): level for name, level in COUNTS.levels().items()}
+        return EXPOSED.text(self._name, fresh, lambda tenant: is_of(tenant, owner))
 
     async def set_mode(self, mode: Mode, actor: str) -> Mode:
         """Pause, drain or resume the service. Returns the mode before."""

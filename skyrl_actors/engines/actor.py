@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from skyrl_actors.engines.interface import (
@@ -27,6 +28,7 @@ from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.observe import devices
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed
 from skyrl_actors.observe.spans import SPANS
@@ -170,7 +172,10 @@ class EngineServer:
         return await self._change(epoch, self.engine.wake(tag))
 
     async def status(self) -> EngineStatus:
-        return await self.engine.status()
+        spec: EngineSpec = self.engine.spec
+        ids = spec.device_ids or devices.visible_ids(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        status = await self.engine.status()
+        return replace(status, devices=await asyncio.to_thread(devices.read, ids))
 
     async def stop(self) -> None:
         await self._rpc.close()

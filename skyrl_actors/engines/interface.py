@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl_actors.engines.received_files import Files
+from skyrl_actors.messages.device_usage import DeviceUsage
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import EngineTopology, ExpertLayout
 from skyrl_actors.messages.requests import SamplingParams
@@ -63,6 +64,7 @@ class EngineStatus:
     adapters: tuple[str, ...]
     asleep: bool
     rss_bytes: int  # 0 in the process of a rank, which reports its own
+    devices: tuple[DeviceUsage, ...] = ()  # empty in the process of a rank as well
     running: int  # samples that it received and has not answered
     waiting: int = 0  # of these, sequences that vLLM has not started
     kv_usage: float = 0.0  # share of the KV cache in use, 0 to 1

@@ -17,6 +17,7 @@ from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.precondition import OpPrecondition
+from skyrl_actors.observe import devices
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed, resident_bytes
 from skyrl_actors.observe.spans import SPANS, Span
@@ -93,7 +94,11 @@ class TrainWorkerActor:
     @remote.typed_ray.method(concurrency_group="status")
     def usage(self) -> RankUsage:
         paths = self.worker.paths() if self.spec is not None else {}
-        return RankUsage(rss_bytes=resident_bytes(psutil.Process()), paths=paths)
+        return RankUsage(
+            rss_bytes=resident_bytes(psutil.Process()),
+            devices=devices.read(devices.visible_ids(os.environ.get("CUDA_VISIBLE_DEVICES"))),
+            paths=paths,
+        )
 
     @remote.typed_ray.method(concurrency_group="status")
     def stacks(self) -> str:

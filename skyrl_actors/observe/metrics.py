@@ -1,4 +1,4 @@
-"""The metrics that a service exports through Ray.
+"""The metrics that a service exports through Ray and at `/metrics`.
 
 `python -m skyrl_actors.observe.metrics > docs/reference/service_metrics.md` generates the page.
 The Grafana dashboard is generated from the same list. Descriptions must be ASCII, because Ray's
@@ -237,6 +237,30 @@ _ALL = (
         panel="Parts",
     ),
     Metric(
+        name="device_used_bytes",
+        kind="gauge",
+        description="memory in use on a GPU, by all processes",
+        unit="bytes",
+        tags=("device",),
+        panel="Parts",
+    ),
+    Metric(
+        name="device_total_bytes",
+        kind="gauge",
+        description="memory of a GPU",
+        unit="bytes",
+        tags=("device",),
+        panel="Parts",
+    ),
+    Metric(
+        name="device_utilization",
+        kind="gauge",
+        description="fraction of the last second in which a GPU computed, 0 to 1",
+        unit="percentunit",
+        tags=("device",),
+        panel="Parts",
+    ),
+    Metric(
         name="restarts",
         kind="gauge",
         description="restarts of an actor since the controller started",
@@ -259,9 +283,11 @@ REGISTRY = {metric.name: metric for metric in _ALL}
 
 HEAD = """# Metrics of a service
 
-A service exports these metrics through Ray. In Prometheus their names start with
-`ray_skyrl_actors_`. Every metric has the tag `service`. A counter only increases; the dashboard
-shows its rate. `python -m skyrl_actors.observe.metrics` generates this page.
+A service exports these metrics in two ways: `GET /metrics` of its endpoint, and Ray's agents, where
+their names start with `ray_skyrl_actors_`. In both, names of counters end with `_total`. A counter
+only increases; the dashboard shows its rate. Every metric has the tag `service`. Where API keys are
+required, `/metrics` needs one, and only one of the role admin sees the rows of all tenants.
+`python -m skyrl_actors.observe.metrics` generates this page.
 
 | metric | kind | meaning | unit | tags |
 |---|---|---|---|---|

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig, mesh_ranks
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.device_usage import DeviceUsage
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
@@ -131,9 +132,10 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUsage:
-    """Host memory of a rank, and the code that it computes with, which depends on its device."""
+    """Memory of a rank, and the code that it computes with, which depends on its device."""
 
     rss_bytes: int
+    devices: tuple[DeviceUsage, ...]
     paths: dict[str, str]  # "attention", "head", "optimizers" -> what is used
 
 

@@ -49,6 +49,9 @@ HELD_BY = {
     "skyrl-actors check backups/monday": "tests/journal/test_backup.py: check",
     "tinker-conformance --base-url http://127.0.0.1:8000 --api-key tml-local "
     "--html scorecard.html": "tests/conformance/test_kit.py: main",
+    "prometheus --config.file=configs/prometheus/prometheus.yml": (
+        "tests/observe/test_metrics.py: prometheus.yml"
+    ),
     "make demo": 'tests/jobs/test_commands.py: "demo"',
     "make test": "runs this test",
     "source .venv/bin/activate": "a command of the shell",

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
+import yaml
 from ray._common.utils import get_default_ray_temp_dir
 from tinker import types
 
@@ -165,22 +167,24 @@ def exported() -> str:
     return "\n".join(texts)
 
 
-@contextmanager
-def real_prometheus(folder: Path) -> Iterator[str]:
-    """Run a Prometheus that reads the metrics of Ray's agents each second."""
+def agents_of_ray() -> dict[str, Any]:
     found = (
         Path(get_default_ray_temp_dir(), "session_latest").resolve().parent
         / "prom_metrics_service_discovery.json"
     )
-    config = {
-        "scrape_configs": [
-            {
-                "job_name": "ray",
-                "scrape_interval": "1s",
-                "file_sd_configs": [{"files": [str(found)]}],
-            }
-        ]
-    }
+    return {"job_name": "ray", "file_sd_configs": [{"files": [str(found)]}]}
+
+
+def endpoint_of(service: Service) -> dict[str, Any]:
+    """Return the job of the shipped configuration, for this service."""
+    (job,) = yaml.safe_load((ALERTS / "prometheus.yml").read_text())["scrape_configs"]
+    return job | {"static_configs": [{"targets": [service.url.removeprefix("http://")]}]}
+
+
+@contextmanager
+def real_prometheus(folder: Path, job: dict[str, Any]) -> Iterator[str]:
+    """Run a Prometheus that reads metrics each second."""
+    config = {"scrape_configs": [job | {"scrape_interval": "1s"}]}
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     address = f"127.0.0.1:{free_port()}"
     command = [
@@ -208,8 +212,10 @@ def queried(url: str, expression: str) -> list[Any]:
     shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)"
 )
 @pytest.mark.slow
-def test_prometheus_evaluates_every_panel(service: Service, tmp_path: Path):
-    with tinker.ServiceClient() as client, real_prometheus(tmp_path) as url:
+@pytest.mark.parametrize("source", ["agents of Ray", "endpoint"])
+def test_prometheus_evaluates_every_panel(service: Service, source: str, tmp_path: Path):
+    job = endpoint_of(service) if source == "endpoint" else agents_of_ray()
+    with tinker.ServiceClient() as client, real_prometheus(tmp_path, job) as url:
         sampler = client.create_sampling_client(base_model="tiny")
         seen: list[Any] = []
         ends = time.monotonic() + 90
@@ -270,8 +276,11 @@ def test_a_service_exports_its_metrics(service: Service, tmp_path: Path):
             "transfer_seconds_total",
             "logprob_difference",
             "move_failures_total",
+            "device_used_bytes",
+            "device_total_bytes",
+            "device_utilization",
         )
-    }  # exported only for full weights and after faults
+    }  # exported only for full weights, after faults and on GPUs
     ends = time.monotonic() + 60
     while True:
         text = exported()
@@ -286,3 +295,7 @@ def test_a_service_exports_its_metrics(service: Service, tmp_path: Path):
         if line.startswith(f"ray_{PREFIX}operations_total") and f'service="{service.name}"' in line
     ]
     assert any('verb="sample"' in line and 'outcome="ok"' in line for line in own), own
+    scraped = httpx.get(f"{service.url}/metrics", timeout=20).text
+    own_names = {name.removeprefix("ray_") for name in wanted}
+    missing = {name for name in own_names if not re.search(rf"^{name}{{", scraped, re.M)}
+    assert not missing, "the endpoint shows what Ray exports"
