@@ -1,6 +1,7 @@
 """Serve the calls that wait for the answers of accepted requests."""
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from skyrl_actors.controller.calls import AnswerCalls
@@ -62,17 +63,18 @@ class Answers:
         if request_id not in self._results:
             self._readiness.check_started()
             return True
-        self._mark_client_active(request_id)
-        return await self._results.wait(request_id, timeout_s) is not None
+        with self._polled(request_id):
+            return await self._results.wait(request_id, timeout_s) is not None
 
-    def _mark_client_active(self, request_id: str) -> None:
+    def _polled(self, request_id: str) -> AbstractContextManager[None]:
+        """Return a context in which the session of this request is polled by its client."""
         op = self._ledger.ops.get(request_id)
         holder = op and (
             self._tenants.models.get(op.model_id or "") or self._tenants.samplers.get(op.stream)
         )
-        if holder:
-            now = asyncio.get_running_loop().time()
-            self._tenants.mark_active(holder.session_id, now)
+        if not holder:
+            return nullcontext()
+        return self._tenants.polled(holder.session_id, asyncio.get_running_loop().time())
 
     async def partial(
         self, request_id: str, have: int, timeout_s: float
@@ -84,7 +86,8 @@ class Answers:
         answer = asyncio.ensure_future(self._results.wait(request_id, timeout_s))
         growing = asyncio.ensure_future(self._backend.partial(request_id, have, timeout_s))
         try:
-            await asyncio.wait([answer, growing], return_when=asyncio.FIRST_COMPLETED)
+            with self._polled(request_id):
+                await asyncio.wait([answer, growing], return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 part = growing.result()
                 if (op := self._ledger.ops.get(request_id)) is not None:
@@ -101,9 +104,10 @@ class Answers:
     ) -> tuple[list[Completion], int]:
         """Return answered samples of a client copy after `cursor`, and the next cursor."""
         self._readiness.check_started()
-        self._tenants.sampler(sampler_id)
+        sampler = self._tenants.sampler(sampler_id)
         await self._ledger.recall.stream(sampler_id)
-        return await self._ledger.completions.after(sampler_id, clone, cursor, timeout_s)
+        with self._tenants.polled(sampler.session_id, asyncio.get_running_loop().time()):
+            return await self._ledger.completions.after(sampler_id, clone, cursor, timeout_s)
 
     def waiting(self, request_id: str = "") -> Waiting:
         """Return the reason why an answer is not ready."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger
 from skyrl_actors.controller.operations import Op, Outcome, failed
+from skyrl_actors.controller.presence import FellSilent, Presence
 from skyrl_actors.controller.recording import record_metrics, record_span
 from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.slots import FairSlots
@@ -61,7 +62,8 @@ class Samples:
         self._sampling: dict[str, asyncio.Task[None]] = {}
         # By version: retired samplers that still have unanswered samples.
         self._leaving: Counter[str] = Counter()
-        self._cancelled: dict[str, str] = {}  # request id -> why
+        self._cancelled: dict[str, Failure] = {}  # by request id: its answer
+        self.presence = Presence(self.tenants)
 
     def start(self, op: Op, sampler: Sampler) -> None:
         """Start a sample. It counts as a user of its sampler until it is answered."""
@@ -71,12 +73,23 @@ class Samples:
 
     def cancel(self, request_id: str, why: str) -> bool:
         """Let a sample fail that is not answered yet. Return whether there was such a sample."""
+        return self._fail(request_id, Failure(why, "user", "Cancelled"))
+
+    def _fail(self, request_id: str, failure: Failure) -> bool:
         task = self._sampling.get(request_id)
         if task is None:
             return False
-        self._cancelled[request_id] = why
+        self._cancelled[request_id] = failure
         task.cancel()
         return True
+
+    def end_queued_of(self, session_id: str) -> None:
+        """Let the samples of an ended session fail that do not run."""
+        failure = Failure(f"session {session_id} was finished before this ran", "user")
+        for request_id in list(self._sampling):
+            op = self.ledger.ops.get(request_id)
+            if op is not None and op.session_id == session_id and op.begun is None:
+                self._fail(request_id, failure)
 
     async def add_sampler(self, entry: SamplerOpened) -> None:
         """Add a sampler, and retire the oldest ones of its model beyond the configured number."""
@@ -97,22 +110,12 @@ class Samples:
     async def _run(self, op: Op, sampler: Sampler) -> None:
         named(op.request_id, sampler.sampler_id)
         try:
-            tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
-            weight = self.context.admin.quotas.weight(owner_of(op.request_id))
-            slots = self._slots.get(sampler.base_model) or next(iter(self._slots.values()))
-            async with slots.hold(tenant, *op.cost, weight) as place:
-                request = await self.ledger.request_of(op)
-                assert isinstance(request, rq.Sample)
-                op.begun = time.monotonic()
-                outcome = await self._sampled(op, request, sampler)
-                kept = self.context.routes.sampled(request, outcome.result, sampler)
-                outcome = replace(outcome, result=kept)
-                place.tokens = tokens_taken(request, outcome.result)
+            outcome = await self._outcome(op, sampler)
         except asyncio.CancelledError:
             if op.request_id not in self._cancelled:
                 raise
             asyncio.current_task().uncancel()  # type: ignore[union-attr]
-            outcome = Outcome(Failure(self._cancelled[op.request_id], "user", "Cancelled"))
+            outcome = Outcome(self._cancelled[op.request_id])
         except Exception as error:  # noqa: BLE001  every fault becomes an answer
             outcome = failed(op, error)
         if isinstance(outcome.result, SampleOutput):
@@ -131,6 +134,28 @@ class Samples:
             op.stream, op.seq_id, op.request_id, isinstance(outcome.result, Failure)
         )
         await self.release(sampler)
+
+    async def _outcome(self, op: Op, sampler: Sampler) -> Outcome:
+        """Compute a sample in its turn, while its session's client is there."""
+        tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
+        weight = self.context.admin.quotas.weight(owner_of(op.request_id))
+        slots = self._slots.get(sampler.base_model) or next(iter(self._slots.values()))
+        while True:
+            await self.presence.heard(op.session_id)
+            try:
+                async with (
+                    self.presence.present(op.session_id),
+                    slots.hold(tenant, *op.cost, weight) as place,
+                ):
+                    request = await self.ledger.request_of(op)
+                    assert isinstance(request, rq.Sample)
+                    op.begun = time.monotonic()
+                    outcome = await self._sampled(op, request, sampler)
+                    kept = self.context.routes.sampled(request, outcome.result, sampler)
+                    place.tokens = tokens_taken(request, kept)
+                    return replace(outcome, result=kept)
+            except FellSilent:
+                op.begun = None
 
     async def release(self, sampler: Sampler) -> None:
         """Count one user less; free a retired sampler without users."""

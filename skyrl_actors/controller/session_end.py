@@ -1,4 +1,4 @@
-"""Free what an ended session held: queued requests, models and samplers."""
+"""Free what an ended session held: queued requests, samples, models and samplers."""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +23,7 @@ class SessionEnd:
         self._samples = samples
 
     async def free(self, session_id: str) -> None:
-        """Fail the session's queued requests and free its models and samplers."""
+        """Fail the session's queued requests, and free its models and samplers."""
         tenants, queue, results = self._context.tenants, self._ledger.queue, self._ledger.results
         text = f"session {session_id} was finished before this ran"
         unloads: list[str] = []
@@ -38,6 +38,7 @@ class SessionEnd:
             self._context.capacity.withdraw(
                 model_id, f"session {session_id} was finished before this ran"
             )
+        self._samples.end_queued_of(session_id)
         # First: weights that accepted samples still need are written before the models are deleted.
         await self._samples.retire_all_of(session_id)
         for model_id in models:

@@ -1,7 +1,8 @@
 """Tables of the live sessions, their models and their samplers (pure, no effects)."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -23,6 +24,7 @@ class TenantSession:
     session_id: str
     last_seen: float  # time of the last request or heartbeat, by `TenantTable.silence`
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    polls: int = 0  # of its client, that wait for an answer now
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +77,20 @@ class TenantTable:
         at = self.silence.mark_active(now)
         if session_id in self.sessions:
             self.sessions[session_id].last_seen = at
+
+    @contextmanager
+    def polled(self, session_id: str | None, now: float) -> Generator[None]:
+        """Count a poll of a session's client from loop time `now` on: it is there meanwhile."""
+        self.mark_active(session_id, now)
+        session = self.sessions.get(session_id or "")
+        if session is None:
+            yield
+            return
+        session.polls += 1
+        try:
+            yield
+        finally:
+            session.polls -= 1
 
     def session(self, session_id: str) -> TenantSession:
         """Return a live session. Raises NotFound."""
@@ -166,8 +182,11 @@ class TenantTable:
     def silent_sessions(self, now: float, timeout_s: float) -> list[str]:
         """Return sessions without a sign of life for `timeout_s`, the longest silent first.
 
-        Time in which no client reached the service does not count.
+        A session whose client polls is not silent. Time in which no client reached the service
+        does not count.
         """
         now = self.silence.at(now)
-        silent = [s for s in self.sessions.values() if now - s.last_seen > timeout_s]
+        silent = [
+            s for s in self.sessions.values() if not s.polls and now - s.last_seen > timeout_s
+        ]
         return [s.session_id for s in sorted(silent, key=lambda s: s.last_seen)]
