@@ -481,3 +481,26 @@ async def test_a_model_of_an_expired_session_is_loaded_from_its_step(
             http, "/load_weights", session_id=fresh, model_seq_id=0, path=path, optimizer=True
         )
         assert found["model_id"] == f"{fresh}:train:0" and found["path"] == path
+
+
+async def test_a_refused_forward_backward_leaves_nothing_behind(tmp_path: Path):
+    """Its number stays free for the corrected one, and a step applies what was accepted."""
+    async with edge(config_for(tmp_path)) as http:
+        _, model_id = await model_in(http)
+        datum = {
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "loss_fn_inputs": {"target_tokens": {"data": [2, 3, 4], "dtype": "int64"}},
+        }
+        right = {"data": [datum], "loss_fn": "cross_entropy"}
+        wrong = {"data": [datum], "loss_fn": "importance_sampling"}  # without advantages
+        refused = await http.post(
+            "/forward_backward",
+            json={"model_id": model_id, "seq_id": 1, "forward_backward_input": wrong},
+        )
+        assert refused.status_code in (400, 422), refused.text
+        adam = {"learning_rate": 1e-3}
+        await resolved(http, "/optim_step", model_id=model_id, seq_id=2, adam_params=adam)
+        await resolved(
+            http, "/forward_backward", model_id=model_id, seq_id=1, forward_backward_input=right
+        )
+        await resolved(http, "/optim_step", model_id=model_id, seq_id=3, adam_params=adam)
