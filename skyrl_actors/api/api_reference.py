@@ -55,7 +55,7 @@ or `muon` (its momentum is `beta1`) |
 | `record_stability_info` | false (it is for the loss `stable_reinforce`, \
 whose objective is not public; use `importance_sampling`) |
 | chunks of a prompt or a datum | text tokens |
-| `age_encryption_recipients` | none |
+| `age_encryption_recipients` | public keys of age (`age1…`) or of SSH, up to 64 |
 | `destination_project_id` of `copy_weights` | any text; each copy gets a session of its own, \
 in the project `local` |
 | `owner.type` of `sessions/search` | `own`, `accessible` |

@@ -99,9 +99,9 @@ def check(secret: bytes, path: TinkerPath, expires: int, given: str, file: str =
 
 
 def tar(folder: Path) -> Iterator[bytes]:
-    """Yield a tar archive of a checkpoint's files, in a folder of the checkpoint's name."""
+    """Yield a tar archive of a checkpoint's files, which are at its top as in hosted Tinker's."""
     for file in sorted(folder.iterdir()):
-        info = tarfile.TarInfo(f"{folder.name}/{file.name}")
+        info = tarfile.TarInfo(file.name)
         status = file.stat()
         info.size, info.mtime = status.st_size, int(status.st_mtime)
         yield info.tobuf()

@@ -103,13 +103,13 @@ def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
 
 
 def save_external(body: wire.SaveExternal) -> rq.SaveExternal:
-    """Build the request. Raises InvalidRequest for encryption, which is not served."""
-    if body.age_encryption_recipients:
-        raise InvalidRequest(
-            "age_encryption_recipients is not served: files are not encrypted; leave it out"
-        )
+    """Build the request. Its recipients are checked with the rest."""
     return rq.SaveExternal(
-        model_id=body.model_id, name=body.path, seq_id=body.seq_id, ttl_seconds=body.ttl_seconds
+        model_id=body.model_id,
+        name=body.path,
+        seq_id=body.seq_id,
+        ttl_seconds=body.ttl_seconds,
+        recipients=tuple(body.age_encryption_recipients),
     )
 
 

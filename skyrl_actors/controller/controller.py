@@ -185,7 +185,6 @@ class Controller:
         timeout_s = self.config.limits.session_timeout_s
         for task in (
             housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s),
-            self._samples.presence.follow(),
             self._space.follow(self._disk),
             self.admin.recent.follow(lambda: self.queue.num_open),
             self._named_samplers.free_unused(timeout_s),

@@ -37,6 +37,7 @@ class Resumption:
                     with suppress(InternalError):  # restarted ranks do not hold it
                         await self._context.backend.delete_model(spec)
         self._context.capacity.begin(bases, residents)
+        self._tasks.spawn(self._samples.presence.follow())
         for sampler in list(tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in tenants.sessions:
                 await self._samples.retire(sampler)

@@ -77,13 +77,15 @@ class SaveForSampler:
 class SaveExternal:
     """Save weights in Hugging Face's or peft's format for other tools.
 
-    The path is tinker://<model_id>/external_weights/<name>.
+    The path is tinker://<model_id>/external_weights/<name>. The files are encrypted with age for
+    `recipients`, if there are any.
     """
 
     model_id: str
     name: str
     seq_id: int | None = None
     ttl_seconds: int | None = None
+    recipients: tuple[str, ...] = ()  # public keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

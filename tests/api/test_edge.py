@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyrage
 import pytest
 
 from skyrl_actors.config.cluster import LimitsConfig
@@ -287,11 +288,26 @@ async def test_exports_can_be_downloaded_but_not_loaded(http: httpx.AsyncClient)
     assert old.json()["checkpoints"] == []
     loading = await resolved(http, "/load_weights", model_id=model_id, path=saved["path"], seq_id=2)
     assert "was written for other tools" in loading["error"] and loading["category"] == "user"
-    encrypted = await http.post(
-        "/save_weights_external",
-        json={"model_id": model_id, "path": "x", "age_encryption_recipients": ["age1"]},
-    )
-    assert encrypted.status_code == 422
+
+
+async def test_exports_are_encrypted_for_their_recipients(http: httpx.AsyncClient, tmp_path: Path):
+    _, model_id = await model_in(http)
+    identity = pyrage.x25519.Identity.generate()
+    body = {"model_id": model_id, "path": "out"}
+    keys = {"age_encryption_recipients": [str(identity.to_public())]}
+    saved = await resolved(http, "/save_weights_external", **body, **keys, seq_id=1)
+    place = f"/training_runs/{model_id}/checkpoints/external_weights/out/external_weights_urls"
+    urls = (await http.get(place)).json()["urls"]
+    assert set(urls) == {"weights.bin.age"}
+    content = (await http.get(urls["weights.bin.age"])).content
+    assert pyrage.decrypt(content, [identity]) == b"weights"
+    assert saved["size_bytes"] == len(content)
+    assert not list(tmp_path.rglob("weights.bin")), "no copy is left in the clear"
+    for wrong in (["age1"], ["ssh-ed25519 x"], keys["age_encryption_recipients"] * 65):
+        refused = await http.post(
+            "/save_weights_external", json={**body, "age_encryption_recipients": wrong}
+        )
+        assert refused.status_code == 422 and "age_encryption_recipients" in refused.text
 
 
 async def test_weights_are_copied_to_another_run_once(http: httpx.AsyncClient):

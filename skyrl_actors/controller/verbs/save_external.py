@@ -11,6 +11,7 @@ from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.model import CheckpointForm, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_name
 from skyrl_actors.messages.requests import SaveExternal
+from skyrl_actors.storage import age_files
 
 
 class SaveExternalVerb(ModelVerb[SaveExternal]):
@@ -24,6 +25,7 @@ class SaveExternalVerb(ModelVerb[SaveExternal]):
         able: Capabilities,
     ) -> SaveExternal:
         check_ttl(request.ttl_seconds)
+        age_files.recipients_of(request.recipients)
         return request
 
     def usage(self, request: SaveExternal, result: rs.Result) -> Mapping[str, int]:
@@ -43,6 +45,7 @@ class SaveExternalVerb(ModelVerb[SaveExternal]):
             form=form,
             user_metadata={},
             ttl_seconds=request.ttl_seconds,
+            recipients=request.recipients,
         )
         size = await context.disk.read(context.folders.size_for_others, path)
         return Outcome(rs.Saved(str(path), str(folder), size))
