@@ -25,7 +25,8 @@ from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.groups.actor_group import ActorGroup, names_of
 from skyrl_actors.groups.fan_out import BRANCHES, Branches, FanOut, RankCall, tree_to
 from skyrl_actors.groups.merging import merge_ranks
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.workers.interface import BaseModelInfo, RowOutput, TrainWorker

@@ -30,7 +30,8 @@ from skyrl_actors.controller.bounds import PAYLOAD_MEMORY_BYTES, RESULT_MEMORY_B
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
-from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
+from skyrl_actors.messages.columns import Columns, offsets_of
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward, Request
 from skyrl_actors.messages.results import LossOutput, Ready, Result, Waiting

@@ -37,7 +37,8 @@ from bench.harness import emit
 from skyrl_actors import losses
 from skyrl_actors.backends.base_models import base_model_folder
 from skyrl_actors.config.base_models import TinyVlBase
-from skyrl_actors.messages.columns import Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LoraSpec, ModelSpec

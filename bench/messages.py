@@ -15,7 +15,8 @@ import numpy as np
 
 from bench.harness import emit
 from skyrl_actors.controller.calls import ControllerCalls
-from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns, offsets_of
+from skyrl_actors.messages.columns import Columns, offsets_of
+from skyrl_actors.messages.example import TARGETS, WEIGHTS
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.requests import ForwardBackward, Sample, SamplingParams
 from skyrl_actors.messages.results import SampleOutput, Sequence

@@ -23,7 +23,8 @@ from bench.scale_parts import MODEL, Part
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import SessionLabels
-from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns, offsets_of
+from skyrl_actors.messages.columns import Columns, offsets_of
+from skyrl_actors.messages.example import TARGETS, WEIGHTS
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.results import Failure, Waiting
 from skyrl_actors.transport.rpc import Address, RpcClient

@@ -42,8 +42,9 @@ from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import SessionLabels
-from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
+from skyrl_actors.messages.columns import Columns, offsets_of
 from skyrl_actors.messages.errors import CapacityError, Unavailable
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.results import Failure, Result, SampleOutput
 

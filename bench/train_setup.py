@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from skyrl_actors import losses
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker

@@ -234,7 +234,8 @@ async def engine(name: str, bench: Bench, work: Path) -> dict[str, Any]:
 
     from skyrl_actors.engines.interface import EngineSpec
     from skyrl_actors.engines.vllm_engine import VllmEngine
-    from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+    from skyrl_actors.messages.columns import columns_from
+    from skyrl_actors.messages.example import TARGETS, Example
     from skyrl_actors.messages.model import LossCall, ModelSpec
     from skyrl_actors.messages.requests import SamplingParams
     from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from skyrl_actors.api import schema
 from skyrl_actors.api.pictures import PictureReader, Row
 from skyrl_actors.config.limits import LimitsConfig
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.narrowing import is_array, is_mapping

@@ -14,8 +14,8 @@ from PIL import Image
 
 from skyrl_actors.api.image_folder import image_at
 from skyrl_actors.config.limits import LimitsConfig
-from skyrl_actors.messages.columns import Example
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.image_form import MOST_ASPECT, Grid, ImageForm
 from skyrl_actors.messages.images import Picture
 

@@ -1,4 +1,4 @@
-"""Let the samples of a silent session wait until its client is heard again.
+"""Let the samples of a silent session wait for the next sign of life of its client.
 
 A client that died sends no heartbeat. Its samples would keep engines busy while others wait.
 Samples are repeated with their seed, so a client that comes back gets the same answers later.
@@ -28,7 +28,7 @@ class Presence:
         self._silent_s = silent_s
         self._running: dict[str, set[asyncio.Task[object]]] = {}  # by session
         self._fell_silent: set[asyncio.Task[object]] = set()  # cancelled by this object
-        self._silent: dict[str, asyncio.Event] = {}  # set when the session is heard, or ended
+        self._silent: dict[str, asyncio.Event] = {}  # set at a sign of life, or at the end
 
     async def heard(self, session_id: str | None) -> None:
         """Wait while the session is silent."""
@@ -68,7 +68,7 @@ class Presence:
             await asyncio.sleep(CHECK_S)
 
     def check(self, now: float) -> None:
-        """Stop the samples of sessions that are silent now; wake those that were heard again."""
+        """Stop the samples of sessions that are silent now; wake those with a new sign of life."""
         silent = set(self._tenants.silent_sessions(now, self._silent_s))
         for session_id in self._silent.keys() - silent:
             self._silent.pop(session_id).set()

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from skyrl_actors.config.transfers import LogprobCheckConfig
 from skyrl_actors.engines.check_image import MOST_TOKENS, pictures_in
 from skyrl_actors.engines.check_prompt import CONTINUED_TOKENS, OPENING_TOKENS
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.image_form import ImageForm
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.jobs.environment import Task
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.images import Picture
 
 

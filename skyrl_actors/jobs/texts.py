@@ -16,8 +16,9 @@ from skyrl_actors.jobs.chat_rows import answer_of, messages_of
 from skyrl_actors.jobs.datasets import Row, in_row, read, split_off
 from skyrl_actors.jobs.environment import Message
 from skyrl_actors.jobs.prompts import Prompt
-from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.example import TARGETS, WEIGHTS, Example
 from skyrl_actors.messages.images import Picture
 
 T = TypeVar("T")

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from skyrl_actors.losses import kl, processing
 from skyrl_actors.losses.custom_graph import Graph
-from skyrl_actors.messages.columns import TARGETS, Columns
+from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.model import LossCall, Role
 
 ENTROPY_COEF = "entropy_coef"

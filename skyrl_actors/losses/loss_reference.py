@@ -19,6 +19,15 @@ A loss computes one value for each token. The total is the **sum** over tokens a
 | V | current values |
 | R | the input `returns` |
 
+Every input has one value for each token of `model_input`. Three forms are read in the only way that
+they can be read; what could be read in several ways is refused with the name of the input:
+
+- **`weights` left out** of some datums of a request, or of all: they are 1.
+- **All inputs as long as the answer**, where `target_tokens` continue the end of `model_input`:
+  they belong to the last positions. The others get weight 0, and outputs have the length that was
+  sent. SkyRL's PPO client sends this form.
+- **Inputs of shape (N, K)** beside some of shape (N): a missing target is one of weight 0.
+
 Options are passed in `loss_fn_config`. Unknown options are refused.
 
 `stable_reinforce` is refused, because its objective is not public. The nearest available loss is

@@ -22,21 +22,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.messages.answer_only import whole_rows
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import TARGETS, WEIGHTS, Example
 from skyrl_actors.messages.images import Images, Picture, PlacedImage, images_of
 
-TARGETS = "target_tokens"
-WEIGHTS = "weights"
 MAX_DATUMS = 1024  # of one request; SDKs split longer batches
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One datum as sent: tokens [T] int32 and arrays by name, all [T] or all [T, K]."""
-
-    tokens: NDArray[np.int32]
-    fields: dict[str, NDArray[np.generic]]
-    pictures: tuple[Picture, ...] = ()  # in the order of their places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +44,8 @@ class Columns:
     # it is not known; None: the trainer's routers choose
     routes: NDArray[np.generic] | None = None
     images: Images | None = None
+    # [N] positions in front of each row for which the client sent no inputs; None: 0 in all
+    fronts: NDArray[np.int64] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -132,10 +125,12 @@ def offsets_of(lengths: Iterable[int]) -> NDArray[np.int64]:
 def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Columns:
     """Flatten examples. All must have the same fields, with one row of values for each token.
 
-    Raises InvalidRequest with the datum, the field and both lengths.
+    Weights may be left out, and inputs may cover the end of a row only (`answer_only.py`). Raises
+    InvalidRequest with the datum, the field and both lengths.
     """
     if not examples:
         raise InvalidRequest("data is empty: send at least one datum")
+    examples, fronts = whole_rows(examples)
     names = examples[0].fields.keys()
     widths = [_checked_width(i, example, names) for i, example in enumerate(examples)]
     tokens = np.concatenate([example.tokens for example in examples]).astype(np.int32, copy=False)
@@ -172,6 +167,7 @@ def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Colum
         fields=fields,
         widths=np.asarray(widths, np.int64) if widest else None,
         images=images_of([each.pictures for each in examples], np.diff(offsets).tolist()),
+        fronts=fronts,
     )
 
 
@@ -183,7 +179,8 @@ def _checked_width(index: int, example: Example, names: Collection[str]) -> int:
         raise InvalidRequest(
             f"datum {index} has loss_fn_inputs {sorted(example.fields)}, "
             f"datum 0 has {sorted(names)}: "
-            "every datum of one request must have the same inputs"
+            "every datum of one request must have the same inputs, except weights, which are 1 "
+            "where they are left out"
         )
     shapes = {name: array.shape for name, array in example.fields.items()}
     for name, shape in shapes.items():

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_actors.messages.columns import TARGETS
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.images import PlacedImage
 from skyrl_actors.workers.activation_offload import offloading
 from skyrl_actors.workers.network import Network, PassInputs, Segment

@@ -8,7 +8,8 @@ from torch import Tensor
 from skyrl_actors.losses import REGISTRY
 from skyrl_actors.losses.loss import ENTROPY_COEF
 from skyrl_actors.losses.processing import Processing, processing_of
-from skyrl_actors.messages.columns import WEIGHTS, Columns
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.example import WEIGHTS
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.workers.models import TrainedModel
 

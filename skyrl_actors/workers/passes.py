@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_actors.losses import REGISTRY
 from skyrl_actors.losses.torch_ops import TorchOps
-from skyrl_actors.messages.columns import TARGETS
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.packing import Pass, Share

@@ -17,7 +17,7 @@ from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import (
     CapacityError,
     ConfigError,
@@ -25,6 +25,7 @@ from skyrl_actors.messages.errors import (
     InvalidRequest,
     NotFound,
 )
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from tests.fakes import FakeBackend, changed
 

@@ -14,7 +14,8 @@ from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.journal.journal import SqlJournal
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimStep

@@ -16,7 +16,9 @@ from skyrl_actors.controller.tenants import TenantSession, TenantTable
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.results import Failure, SampleOutput
+from skyrl_actors.messages.weights import SamplerWeights
 from tests.fakes import FakeBackend
 
 SILENT_S = 0.3
@@ -32,7 +34,12 @@ class Slow(FakeBackend):
         self.done = asyncio.Event()
 
     async def sample(
-        self, request_id: str, prompt: Any, params: rq.SamplingParams, *more: Any
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: rq.SamplingParams,
+        weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         self.begun.append(request_id)
         try:
@@ -41,7 +48,7 @@ class Slow(FakeBackend):
         except asyncio.CancelledError:
             self.aborted.append(request_id)
             raise
-        return await super().sample(request_id, prompt, params, *more)
+        return await super().sample(request_id, prompt, params, weights, pictures)
 
 
 @pytest.fixture

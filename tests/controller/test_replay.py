@@ -17,8 +17,9 @@ from skyrl_actors.journal.entries import Accepted
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.observe.counts import COUNTS

@@ -17,7 +17,8 @@ from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.columns import TARGETS, Columns
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.paths import owner_mark
 from skyrl_actors.messages.precondition import OpPrecondition

@@ -11,8 +11,9 @@ from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.tables import LIFETIMES
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import LossCall, ModelSpec
 
 NOW = 5.0

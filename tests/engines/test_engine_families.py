@@ -31,7 +31,8 @@ from transformers import (
 
 from skyrl_actors.config.strategies import ReplicaStrategy
 from skyrl_actors.engines.logprob_check import SCORING
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.transfer.folders import manifests

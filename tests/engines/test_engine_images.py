@@ -16,8 +16,9 @@ from skyrl_actors.engines.check_image import pictures_in
 from skyrl_actors.engines.interface import BASE_VERSION
 from skyrl_actors.engines.logprob_check import SCORING
 from skyrl_actors.engines.weight_parts import has_tower
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LoraSpec, ModelSpec

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from skyrl_actors.engines.routed_experts import RoutedExperts
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import LoraSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput

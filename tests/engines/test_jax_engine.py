@@ -19,8 +19,9 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
 from skyrl_actors.engines.jax_engine import JaxEngine, places_for
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.sampling import PromptTargets

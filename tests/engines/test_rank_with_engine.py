@@ -26,8 +26,9 @@ from skyrl_actors.engines import rank_with_engine as module
 from skyrl_actors.engines.engine_site import RankSite
 from skyrl_actors.engines.interface import BASE_VERSION
 from skyrl_actors.engines.rank_with_engine import RankWithEngine
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InternalError, PartDown
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.weights import WeightManifest

@@ -41,7 +41,8 @@ async def main(folder: str, devices: int, work: Path) -> None:
     from skyrl_actors.engines.vllm_engine import VllmEngine
     from skyrl_actors import losses
     from skyrl_actors.messages.errors import InternalError
-    from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+    from skyrl_actors.messages.columns import columns_from
+    from skyrl_actors.messages.example import TARGETS, Example
     from skyrl_actors.messages.model import AdamParams, EngineTopology, LoraSpec, ModelSpec
     from skyrl_actors.messages.requests import SamplingParams
     from skyrl_actors.messages.weights import WeightStream

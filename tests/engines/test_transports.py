@@ -24,8 +24,9 @@ from skyrl_actors.config.transfers import (
     StreamTransferConfig,
 )
 from skyrl_actors.journal.encoding import decode, encode
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams

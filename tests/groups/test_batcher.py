@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from skyrl_actors.groups.batcher import Batcher, Call
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.precondition import OpPrecondition
 
 

@@ -21,8 +21,9 @@ from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.fan_out import Branches, FanOut, RelayActor
 from skyrl_actors.groups.group_builder import GroupBuilder
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.workers.interface import TrainWorker

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_actors.groups.exactly_once import ExactlyOnce
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.workers.interface import TORN, PartCall, Refused
 

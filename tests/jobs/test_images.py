@@ -29,8 +29,9 @@ from skyrl_actors.jobs.rollout import rows_of
 from skyrl_actors.jobs.session import PART_IMAGE_BYTES, split
 from skyrl_actors.jobs.shapes import ShapeTasks, drawing
 from skyrl_actors.jobs.texts import critic_rows, policy_rows, preference_texts, sft_texts
-from skyrl_actors.messages.columns import Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.images import Picture
 from tests.jobs.test_episodes import FakeTask, play
 

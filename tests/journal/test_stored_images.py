@@ -15,8 +15,9 @@ from skyrl_actors.journal import tables
 from skyrl_actors.journal.entries import Operation, SessionOpened
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.journal.stored_images import ADD
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import Corrupt, Unavailable
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.requests import ForwardBackward, Request, Sample, SamplingParams

@@ -10,8 +10,9 @@ import torch
 from skyrl_actors import losses
 from skyrl_actors.losses.loss_reference import markdown
 from skyrl_actors.losses.torch_ops import TorchOps
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import Example
 
 RNG = np.random.default_rng(0)
 T = 40

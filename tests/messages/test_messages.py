@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_actors.messages import errors
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.results import Failure
 

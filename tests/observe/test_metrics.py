@@ -22,7 +22,8 @@ from tinker import types
 
 from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.recording import record_metrics
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.requests import ForwardBackward, OptimStep, Sample, SamplingParams
 from skyrl_actors.messages.results import Failure, LossOutput, SampleOutput, Sequence

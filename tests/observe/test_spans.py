@@ -13,8 +13,9 @@ import pytest
 
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
 from skyrl_actors.groups.worker_actor import TrainWorkerActor
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import StateLost
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.observe.log import Json, named
 from skyrl_actors.observe.spans import SPANS, Span, ids_of

@@ -371,6 +371,63 @@ def test_a_critic_learns_values(client: tinker.ServiceClient, service: Service, 
         critic.save_weights_and_get_sampling_client().result()
 
 
+ANSWER, PROMPT = 5, 7  # tokens
+
+
+def of_answer(front: int, **fields: list[float]) -> types.Datum:
+    """Make a datum as SkyRL's PPO client does: its inputs are those of the answer.
+
+    `front`: zeros in front of the inputs, which other clients send.
+    """
+    row = tokens(PROMPT + ANSWER, seed=21)
+    inputs = {"target_tokens": row[PROMPT:], **fields}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(row[:-1]),
+        loss_fn_inputs={
+            name: types.TensorData(
+                data=[0] * front + list(values),
+                dtype="int64" if name == "target_tokens" else "float32",
+                shape=[front + ANSWER],
+            )
+            for name, values in inputs.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_inputs_of_the_answer_alone_train_as_full_ones(
+    client: tinker.ServiceClient, service: Service, role: str
+):
+    models = [
+        client.create_lora_training_client(
+            "tiny", rank=8, seed=3, user_metadata={"model_role": role}
+        ).result()
+        for _ in range(2)
+    ]
+    ones = [1.0] * ANSWER
+    if role == "policy":
+        loss, output = "ppo", "logprobs"
+        inputs = {"weights": ones, "logprobs": [-5.0] * ANSWER, "advantages": [0.5] * ANSWER}
+        scored, score = {"weights": ones}, "cross_entropy"
+    else:
+        loss, output = "ppo_critic", "values"
+        inputs = {"weights": ones, "values": [0.0] * ANSWER, "returns": [0.5] * ANSWER}
+        scored, score = {"weights": ones}, "ppo_critic"
+    found = []
+    for model, front in zip(models, (0, PROMPT - 1), strict=True):
+        outputs = []
+        for _ in range(2):
+            passed = model.forward_backward([of_answer(front, **inputs)], loss).result()
+            model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            outputs.append(passed)
+        outputs.append(model.forward([of_answer(front, **scored)], score).result())
+        found.append([np.asarray(o.loss_fn_outputs[0][output].data) for o in outputs])
+    for short, full in zip(*found, strict=True):
+        assert short.shape == (ANSWER,)
+        np.testing.assert_array_equal(short, full[-ANSWER:])
+    assert np.abs(found[0][0] - found[0][2]).max() > 1e-3, "it learned"
+
+
 def full_model(client: tinker.ServiceClient, role: str) -> tinker.TrainingClient:
     """Create a full fine-tune, which is rank 0. The SDK sends any rank that it gets."""
     return client.create_lora_training_client(

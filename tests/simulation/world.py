@@ -30,8 +30,9 @@ from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.encoding import encode
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InternalError, NotFound
+from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from tests.simulation.backend import Machines, SimBackend, SimFactory, SimWorker, chained
 from tests.simulation.clock import SimLoop

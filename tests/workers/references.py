@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_actors import losses
 from skyrl_actors.losses.torch_ops import TorchOps
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 
 VOCAB = 128
 

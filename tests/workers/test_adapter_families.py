@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_actors import losses
 from skyrl_actors.config.strategies import ReplicaStrategy
-from skyrl_actors.messages.columns import TARGETS, Columns
+from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.model import ExpertLayout, LoraSpec, ModelSpec
 from skyrl_actors.workers.adapter_terms import Term, terms_of
 from skyrl_actors.workers.flat import FlatState

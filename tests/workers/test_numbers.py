@@ -10,8 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_actors import losses
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec, Role
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from skyrl_actors.losses import check_inputs, find
 from skyrl_actors.losses.processing import Processing
 from skyrl_actors.losses.truncation import floors
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.workers import chunk_math, head
 from skyrl_actors.workers.flat import FlatState

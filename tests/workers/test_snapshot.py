@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from skyrl_actors import losses
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.workers import snapshot
 from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec

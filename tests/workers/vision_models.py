@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.columns import Columns, columns_from
+from skyrl_actors.messages.example import TARGETS, Example
 from skyrl_actors.messages.images import Images
 from tests.workers.tiny_models import DELTA_NET
 

@@ -19,12 +19,14 @@ from skyrl_actors.controller.verbs.verb import (
     advance,
 )
 from skyrl_actors.losses.custom_graph import graph_of
-from skyrl_actors.messages.columns import MAX_DATUMS, TARGETS, Columns
+from skyrl_actors.messages.answer_only import without_fronts
+from skyrl_actors.messages.columns import MAX_DATUMS, Columns, offsets_of
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.model import LossCall, ModelSpec
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import ForwardBackward
-from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.results import LossOutput, Result
 
 
 class ForwardBackwardVerb(ModelVerb[ForwardBackward]):
@@ -53,7 +55,9 @@ class ForwardBackwardVerb(ModelVerb[ForwardBackward]):
         )
         if context.configs.of(model.spec.base_model).router_replay and model.spec.role == "policy":
             result.metrics["replayed_tokens:sum"] = float(request.columns.num_routed)
-        return Outcome(result, "none" if request.forward_only else "applied")
+        return Outcome(
+            _as_sent(result, request.columns), "none" if request.forward_only else "applied"
+        )
 
     async def replay(self, op: ReplayedOp[ForwardBackward]) -> None:
         request = op.request
@@ -73,6 +77,18 @@ class ForwardBackwardVerb(ModelVerb[ForwardBackward]):
 
     def usage(self, request: ForwardBackward, result: Result) -> Mapping[str, int]:
         return {"trained_tokens": request.columns.num_tokens}
+
+
+def _as_sent(result: LossOutput, columns: Columns) -> LossOutput:
+    """Return the outputs at the positions for which the client sent inputs."""
+    if columns.fronts is None:
+        return result
+    fields = {
+        name: without_fronts(array, result.offsets, columns.fronts)
+        for name, array in result.fields.items()
+    }
+    lengths = np.diff(result.offsets) - columns.fronts
+    return replace(result, fields=fields, offsets=offsets_of(lengths.tolist()))
 
 
 def checked_batch(
