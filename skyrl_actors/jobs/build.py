@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.config.environments import CustomEnv, GymEnv, RewardEnv
+from skyrl_actors.config.environments import CustomEnv, GymEnv, ReverseEnv, RewardEnv
 from skyrl_actors.config.job import JobConfig, RlConfig
 from skyrl_actors.config.supervised import DpoConfig, SftConfig
 from skyrl_actors.jobs.chat import Chat
@@ -19,6 +19,7 @@ from skyrl_actors.jobs.preferences import DpoJob, RewardModelJob
 from skyrl_actors.jobs.rl import RlJob
 from skyrl_actors.jobs.sft import SftJob
 from skyrl_actors.jobs.texts import preference_texts, sft_texts
+from skyrl_actors.jobs.trial import try_tasks
 from skyrl_actors.jobs.watcher import RunOutcome, Watcher
 
 
@@ -43,6 +44,7 @@ def build(config: JobConfig, base_folder: str, context_tokens: int) -> Start:
     chat = Chat(base_folder, job.chat_template_kwargs, config.cluster.limits)
     if isinstance(job, RlConfig):
         tasks = _tasks(job)
+        try_tasks(tasks, chat, job.env.timeout_s, _code_of(job.env))
         return lambda client, watcher, checkpoints: RlJob(
             client, job, tasks, chat, watcher, checkpoints, alpha
         )
@@ -69,6 +71,15 @@ def _tasks(job: RlConfig) -> TaskSet:
     if isinstance(job.env, CustomEnv):
         return custom_tasks(job.env, job.seed)
     return ReverseTasks(job.env, job.seed)
+
+
+def _code_of(env: RewardEnv | GymEnv | CustomEnv | ReverseEnv) -> str:
+    """Return the key and the value that name the user's code."""
+    if isinstance(env, RewardEnv):
+        return f"env.reward {env.reward}, called with (prompt, completion, row),"
+    if isinstance(env, GymEnv):
+        return f"env.id {env.id}"
+    return f"env.tasks {env.tasks}" if isinstance(env, CustomEnv) else "the task reverse"
 
 
 def steps_of(config: JobConfig) -> int | None:

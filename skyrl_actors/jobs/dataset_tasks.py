@@ -18,7 +18,14 @@ from skyrl_actors.config.environments import CustomEnv, DatasetEnv, GymEnv, Rewa
 from skyrl_actors.jobs.chat_messages import text_of
 from skyrl_actors.jobs.chat_rows import messages_of
 from skyrl_actors.jobs.datasets import DatasetPart, Row, in_row, read, split_off
-from skyrl_actors.jobs.environment import Environment, Message, Step, TaskSet, in_thread
+from skyrl_actors.jobs.environment import (
+    Environment,
+    Message,
+    Step,
+    TaskSet,
+    check_reward,
+    in_thread,
+)
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.narrowing import is_mapping
 
@@ -67,7 +74,9 @@ class RewardEpisode:
 
     async def step(self, answer: str) -> Step:
         found = await in_thread(self._reward, text_of(self._messages[-1]), answer, self._row)
-        return Step(float(await found if inspect.isawaitable(found) else found))
+        reward: Any = await found if inspect.isawaitable(found) else found
+        check_reward(reward)
+        return Step(float(reward))
 
     async def close(self) -> None:
         pass

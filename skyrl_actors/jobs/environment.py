@@ -5,10 +5,13 @@ code through `in_thread`.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
 
 T = TypeVar("T")
 # {"role": "user", "content": "…"}. For images the content is a list of parts, such as
@@ -93,6 +96,15 @@ class SingleTurn:
 
     async def close(self) -> None:
         pass
+
+
+def check_reward(reward: object) -> None:
+    """Raise TypeError or ValueError for a reward of the user's code that is no finite number."""
+    if not isinstance(reward, int | float | np.number):
+        shown = f"{str(reward)[:80]!r} of type {type(reward).__name__}"
+        raise TypeError(f"the reward was {shown}; a number is needed")
+    if not math.isfinite(cast(float, reward)):
+        raise ValueError(f"the reward was {reward}; a finite number is needed")
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:

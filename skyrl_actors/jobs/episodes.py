@@ -5,11 +5,10 @@ dropped.
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from skyrl_actors.config.environments import EnvLimits
 from skyrl_actors.jobs.answers import Answer, AnswerSampler, Newest, together
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.chat_messages import images_in, normal_messages, text_of
-from skyrl_actors.jobs.environment import Environment, Message, Step, Task
+from skyrl_actors.jobs.environment import Environment, Message, Step, Task, check_reward
 from skyrl_actors.jobs.prompts import Prompt
 from skyrl_actors.jobs.reduction import overlong_penalty
 from skyrl_actors.jobs.rollout import Piece, Rollout
@@ -278,11 +277,10 @@ class EpisodeRunner:
         if cut and self._overlong.cut_answers == "zero":
             return Step(0.0)
         step = await self._guarded("step", environment.step(text))
-        reward = cast(object, step.reward)  # from code of the user
-        if not isinstance(reward, int | float | np.number) or not math.isfinite(
-            cast(float, reward)
-        ):
-            raise EpisodeFailed(f"the reward was {reward}")
+        try:
+            check_reward(step.reward)
+        except (TypeError, ValueError) as error:
+            raise EpisodeFailed(str(error)) from None
         return step
 
     async def _context_after(self, step: Step, answer: Answer) -> Prompt:

@@ -199,9 +199,9 @@ def failing(
         (failing(ValueError("no such tool")), "step raised ValueError: no such tool"),
         (failing(RuntimeError("x"), where="start"), "start raised RuntimeError: x"),
         (failing(wait_s=60), "step took longer than env.timeout_s 2 s"),
-        (failing(value=math.nan), "the reward was nan"),
-        (failing(value=math.inf), "the reward was inf"),
-        (failing(value=cast(Any, None)), "the reward was None"),
+        (failing(value=math.nan), "the reward was nan; a finite number is needed"),
+        (failing(value=math.inf), "the reward was inf; a finite number is needed"),
+        (failing(value=cast(Any, None)), "the reward was 'None' of type NoneType; a number is needed"),
         (failing(TimeoutError("the judge")), "step raised TimeoutError: the judge"),
     ],
 )
