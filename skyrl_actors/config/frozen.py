@@ -1,4 +1,4 @@
-"""The base class of all config objects: immutable, and unknown keys are refused."""
+"""The base class of all config objects: immutable, without unknown keys, inf and nan."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -6,4 +6,6 @@ from pydantic import BaseModel, ConfigDict
 class FrozenConfig(BaseModel):
     """Base of all config classes. Keys that begin with `model_` are allowed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )

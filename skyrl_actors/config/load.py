@@ -5,6 +5,7 @@ mapping override those of the other file.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,6 +23,7 @@ from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.messages.errors import ConfigError
 
 C = TypeVar("C", bound=FrozenConfig)
+QUOTE = "'"
 TAG_KEYS = ("type", "place")  # the keys that choose a class of a union
 KEYS_VARIABLE = "SKYRL_ACTORS_API_KEYS"  # API keys, comma-separated
 
@@ -122,12 +124,15 @@ def _extended(node: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict[
 
 def explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     """Return one fault with its key, the given value and what is allowed."""
-    key = ".".join(str(part) for part in detail["loc"]) or "(whole config)"
+    key = ".".join(_position(schema, detail["loc"])[0]) or "(whole config)"
     message = detail["msg"].removeprefix("Value error, ")
+    context = detail.get("ctx", {})
     if detail["type"] == "extra_forbidden":
         path, owners = _position(schema, detail["loc"][:-1])
         allowed = sorted({name for owner in owners for name in owner.model_fields})
-        meant = _meant(str(detail["loc"][-1]), allowed, path)
+        meant = _meant(str(detail["loc"][-1]), allowed, path) or _below(
+            str(detail["loc"][-1]), owners, path
+        )
         parts = [f"did you mean {meant}?" if meant else "", f"allowed here: {', '.join(allowed)}"]
         message = "unknown key; " + " ".join(part for part in parts if part)
         message = message if allowed else "unknown key"
@@ -135,20 +140,53 @@ def explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     elif detail["type"] == "union_tag_not_found":
         _, options = _position(schema, detail["loc"])
         known = ", ".join(str(tag) for option in options for tag in tags_of(option))
-        tag = str(detail.get("ctx", {}).get("discriminator", "type")).strip("'")
+        tag = str(context.get("discriminator", "type")).strip("'")
         message = f"set {tag} to one of {known}"
+    elif detail["type"] == "union_tag_invalid":
+        key = f"{key}.{str(context['discriminator']).strip(QUOTE)}"
+        message = _choice(context["tag"], str(context["expected_tags"]))
     elif "api_keys" in detail["loc"]:
         pass  # the given value is a secret
+    elif detail["type"] == "literal_error":
+        message = _choice(detail["input"], str(context["expected"]))
     elif detail["type"] not in ("value_error", "missing"):
         message = f"{message} (got {detail['input']!r})"
     return f"  {key}: {message}"
 
 
+def _choice(given: object, allowed: str) -> str:
+    """Explain a value that is none of the allowed ones, which pydantic lists with quotes."""
+    known = re.findall(f"{QUOTE}([^{QUOTE}]+){QUOTE}", allowed)
+    begun = [name for name in known if len(str(given)) > 1 and name.startswith(str(given))]
+    close = begun or get_close_matches(str(given), known, n=2)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{given!r} is not known; {meant}allowed: {allowed.replace(QUOTE, '')}"
+
+
 def _meant(key: str, allowed: Sequence[str], path: Sequence[str]) -> str:
     """Return the key that was probably meant by an unknown one below `path`, or an empty text."""
-    if close := get_close_matches(key, allowed, n=1):
+    short_for = [name for name in allowed if _initials(name) == key]
+    if close := short_for or get_close_matches(key, allowed, n=1):
         return ".".join((*path, close[0]))
     return f"cluster.{key}" if "cluster" in allowed and key in ClusterConfig.model_fields else ""
+
+
+def _initials(key: str) -> str:
+    """Return lr for learning_rate; an empty text for a key of one word."""
+    words = key.split("_")
+    return "".join(word[0] for word in words if word) if len(words) > 1 else ""
+
+
+def _below(key: str, owners: Sequence[type[FrozenConfig]], path: tuple[str, ...]) -> str:
+    """Return the one key of this name in a section below `path`; an empty text without one."""
+    found = {
+        ".".join((*path, name, key))
+        for owner in owners
+        for name, field in owner.model_fields.items()
+        for section in classes_in(field.annotation)
+        if key in section.model_fields
+    }
+    return found.pop() if len(found) == 1 else ""
 
 
 def _position(
@@ -162,6 +200,7 @@ def _position(
     tag_may_follow = False
     for part in loc:
         if isinstance(part, int):
+            path = (*path, str(part))
             continue
         if tag_may_follow and (chosen := [node for node in nodes if part in tags_of(node)]):
             nodes, tag_may_follow = chosen, False
