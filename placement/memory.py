@@ -162,7 +162,7 @@ def _adapter_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
     keys = ("*lora.max_adapters", "*lora.max_rank")
     items = [
         replace(
-            item("base weights", base, _weight_phases(ask), "strategy=fsdp2", "num_ranks"),
+            item("base weights", base, _weight_phases(ask), "strategy.type", "num_ranks"),
             copied=ask.base_shards == 1,
         ),
         item("adapters", used * 4, _weight_phases(ask), *keys),
@@ -187,7 +187,7 @@ def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]
             "full weights",
             full * weights,
             _weight_phases(ask),
-            "full_strategy.stage=3",
+            "full_strategy.type",
             "num_ranks",
             "*lora.max_full_models",
         ),
@@ -195,14 +195,14 @@ def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]
             "full gradients",
             full * gradient,
             _gradient_phases(ask),
-            "full_strategy.stage=2",
+            "full_strategy.type",
             "*lora.max_full_models",
         ),
         item(
             "full moments",
             full * moments,
             frozenset[str]() if ask.offloaded else _moment_phases(ask),
-            "full_strategy.offload=optimizer",
+            "full_strategy.offload",
             "*lora.max_full_models",
         ),
         item(
@@ -231,7 +231,7 @@ def _pass_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
             activation_bytes(ask, shape),
             PASSES,
             "microbatch_tokens",
-            "activations=recompute",
+            "activations",
         ),
         *_tower_items(ask, shape),
     ]
@@ -436,19 +436,24 @@ def _host_limit(plan: MemoryPlan) -> str:
     return "" if plan.host_bytes is None else f"   (of {plan.host_bytes / GIB:.1f})"
 
 
-def complaints(plan: MemoryPlan, remedies: Sequence[str] = ()) -> list[str]:
-    """Describe each shortfall, with both numbers and the keys to change."""
+def complaints(plan: MemoryPlan, remedies: Sequence[str] | None = None) -> list[str]:
+    """Describe each shortfall with both numbers.
+
+    The last line is what to change: one of the `remedies`. Without them, each line has the keys
+    that make its largest part smaller.
+    """
     found: list[str] = []
     alike: dict[tuple[str, int], list[str]] = {}
     for device, phase, over in plan.shortfalls():
         alike.setdefault((device, over), []).append(phase)
     for (device, over), phases in alike.items():
         part = plan.largest(device, phases[0])
-        change = ", ".join(remedies or part.settings) or "smaller models or larger devices"
+        keys = ", ".join(part.settings) or "smaller models or larger devices"
+        change = f"; change {keys}" if remedies is None else ""
         found.append(
             f"{device} in {', '.join(phases)} needs {plan.used(device, phases[0]) / GIB:.2f} GiB "
             f"of {(plan.usable_bytes or 0) / GIB:.2f}, {over / GIB:.2f} too much; "
-            f"the largest part is {part.who} {part.what} ({part.bytes / GIB:.2f}); change {change}"
+            f"the largest part is {part.who} {part.what} ({part.bytes / GIB:.2f}){change}"
         )
     for device in plan.parts:
         phase = max(PHASES, key=lambda phase: plan.used_of_host(device, phase))
@@ -459,4 +464,11 @@ def complaints(plan: MemoryPlan, remedies: Sequence[str] = ()) -> list[str]:
                 f"GiB of its {plan.host_bytes / GIB:.2f}; use nodes with more memory, "
                 "placement.layout=split, or a lower lora.max_host_gib"
             )
+    if alike and remedies is not None:
+        found.append(
+            f"it fits with {', or with '.join(remedies)}"
+            if remedies
+            else "no change of dtypes, activations, sharding, passes or KV cache makes it fit; use "
+            "larger devices, more of them, or a smaller model"
+        )
     return found

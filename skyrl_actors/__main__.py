@@ -308,8 +308,8 @@ def plan(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="a config.json, or its folder, to read the model's sizes from; "
-            "for a model that is not on this machine"
+            help="a config.json, its folder, or a name on the Hugging Face hub, to read the "
+            "model's sizes from; for a model that is not on this machine"
         ),
     ] = None,
     config: Pinned = None,

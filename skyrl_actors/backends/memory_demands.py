@@ -2,10 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from placement.memory import (
     ADAPTER_BYTES,
@@ -23,6 +21,7 @@ from placement.memory import (
 from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
+from skyrl_actors.backends.remedies import Source, remedies
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import (
@@ -38,12 +37,11 @@ from skyrl_actors.messages.errors import ConfigError
 INDEX = "model.safetensors.index.json"
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 MEMORY_RESERVE = 0.08  # of a device, which the plan leaves free for fragmentation
-STEP_BYTES = 256 * 2**20
 # Without lora.max_host_gib, the LoRA models of a role may take 1/HOST_SHARE of a device's host
 # memory. If that memory is not known: PER_PLACE LoRA models for each one on the device.
 HOST_SHARE = 8
 PER_PLACE = 4
-Change = Callable[[ClusterConfig], ClusterConfig]
+OVERRIDES = Source()
 
 
 def shape_in(folder: Path) -> ModelShape:
@@ -243,71 +241,30 @@ def _sizes(
 
 
 def checked(
-    config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]
+    config: ClusterConfig,
+    shape: ModelShape,
+    plan: Plan,
+    nodes: list[Node],
+    source: Source = OVERRIDES,
 ) -> tuple[MemoryPlan, list[str]]:
-    """Return the memory plan and what does not fit."""
+    """Return the memory plan and what does not fit, with changes that make it fit."""
     made = memory_plan(config, shape, plan, nodes)
-    found = (
-        complaints(made, remedies(config, shape, plan, nodes))
-        if config.placement.memory_check != "off"
-        else []
-    )
+    if config.placement.memory_check == "off" or not complaints(made):
+        return made, []
+
+    def fits(other: ClusterConfig) -> bool:
+        return not complaints(memory_plan(other, shape, plan, nodes))
+
+    over = max((over for device, _, over in made.shortfalls() if "engine" in device), default=0)
+    advice = source.advice(remedies(config, source, fits, over))
+    found = complaints(made, advice)
+    if advice and source.command:
+        found.append(f"for example: {source.command} {advice[0]}")
     return made, found
 
 
-def refuse(config: ClusterConfig, found: list[str]) -> None:
+def refuse(config: ClusterConfig, found: list[str], key: str = "") -> None:
     """Raise ConfigError if something does not fit and placement.memory_check is "refuse"."""
     if found and config.placement.memory_check == "refuse":
-        raise ConfigError(
-            "\n  ".join(
-                ["the memory plan does not fit:", *found, "or set placement.memory_check=warn"]
-            )
-        )
-
-
-def remedies(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> list[str]:
-    """Return config changes that make everything fit.
-
-    These are all single changes that suffice. If none does, they are the first changes that
-    suffice together.
-    """
-
-    def fits(changed: ClusterConfig) -> bool:
-        return not complaints(memory_plan(changed, shape, plan, nodes))
-
-    changes = _changes(config, memory_plan(config, shape, plan, nodes))
-    if alone := [text for text, change in changes if fits(change(config))]:
-        return [" or ".join(alone)]
-    together, taken = config, list[str]()
-    for text, change in changes:
-        together, taken = change(together), [*taken, text]
-        if fits(together):
-            return [" and ".join(taken)]
-    return []
-
-
-def _changes(config: ClusterConfig, made: MemoryPlan) -> list[tuple[str, Change]]:
-    def groups(**options: Any) -> Change:
-        return lambda c: c.model_copy(
-            update={
-                role: g.model_copy(update=options)
-                for role, g in (("policy", c.policy), ("critic", c.critic))
-                if g
-            }
-        )
-
-    tokens = max(1, config.policy.microbatch_tokens // 4)
-    changes = [
-        ("activations=recompute", groups(activations="recompute")),
-        ("full_strategy.type=fsdp2", groups(full_strategy=Fsdp2Strategy())),
-        ("strategy.type=fsdp2", groups(strategy=Fsdp2Strategy())),
-        (f"microbatch_tokens={tokens}", groups(microbatch_tokens=tokens)),
-    ]
-    found = [(f"{text} of policy and critic", change) for text, change in changes]
-    over = max((over for device, _, over in made.shortfalls() if "engine" in device), default=0)
-    kv = (config.engine.kv_cache_bytes - over) // STEP_BYTES * STEP_BYTES
-    if over and kv > 0:
-        smaller = {"engine": config.engine.model_copy(update={"kv_cache_bytes": kv})}
-        found.insert(0, (f"engine.kv_cache_bytes={kv}", lambda c: c.model_copy(update=smaller)))
-    none = {"lora": config.lora.model_copy(update={"max_full_models": 0})}
-    return [*found, ("lora.max_full_models=0", lambda c: c.model_copy(update=none))]
+        last = f"or set {key}placement.memory_check=warn"
+        raise ConfigError("\n  ".join(["the memory plan does not fit:", *found, last]))

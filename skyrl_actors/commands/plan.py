@@ -1,5 +1,6 @@
 """`plan`: print placement and memory of a config or a model, and start nothing."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from placement.types import Node
 from skyrl_actors.backends.demands import part_of, plan_for, shared_plan
 from skyrl_actors.backends.memory_demands import checked, refuse, shape_in
 from skyrl_actors.backends.parking_plan import parking_plan
+from skyrl_actors.backends.remedies import Source
+from skyrl_actors.commands.job_cluster import fitted
 from skyrl_actors.commands.sized import (
     is_config,
     nodes_for,
     refuse_for_config,
     service_request,
+    sizes_of,
     written,
 )
 from skyrl_actors.config.base_models import MadeBase
@@ -24,7 +28,7 @@ from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, top_level_keys
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.sizing.report import lines
-from skyrl_actors.sizing.search import choose
+from skyrl_actors.sizing.search import check_memory_known, choose
 
 
 def run(
@@ -39,8 +43,8 @@ def run(
 ) -> None:
     """Print placement and memory of a config file, or of the layout chosen for a model.
 
-    Without `gpus` and `nodes_file`, the plan is for the machines that are there. `model` is a
-    config.json, or its folder, with the sizes of the base model.
+    Without `gpus` and `nodes_file`, the plan is for the machines that are there. `model` tells
+    the sizes of the base model: a config.json, its folder, or a name on the hub.
 
     Raises:
         ConfigError: A plan is refused.
@@ -49,7 +53,7 @@ def run(
     if is_config(target):
         _run_config(Path(target), overrides, gpus, nodes_file, model)
         return
-    sizes = model if model is None or model.is_dir() else model.parent
+    sizes = None if model is None else sizes_of(model)
     nodes = nodes_for(gpus, nodes_file)
     request = service_request(target, config, overrides, nodes, sizes)
     choice = choose(request)
@@ -66,8 +70,14 @@ def _run_config(
     nodes_file: Path | None,
     model: Path | None,
 ) -> None:
-    config = _cluster_of(path, overrides)
+    config, key = _cluster_of(path, overrides)
+    if gpus is not None and config.placement.device == "cpu":
+        raise ConfigError(
+            f"--gpus {gpus} plans for GPUs, and {path} has {key}placement.device=cpu; add "
+            f"{key}placement.device=gpu, or leave --gpus out"
+        )
     nodes = nodes_for(gpus, nodes_file)
+    check_memory_known(config.placement.device, config.placement.device_memory_gib, nodes, key)
     if config.base_models:
         if model is not None:
             raise ConfigError(
@@ -82,15 +92,22 @@ def _run_config(
     if shape is None:
         print(f"\nno memory plan: {reason}")
         return
-    memory, complaints = checked(config, shape, made, nodes)
+    asked = ["--gpus", gpus] if gpus else ["--nodes", str(nodes_file)] if nodes_file else []
+    asked += ["--model", str(model)] if model else []
+    source = Source(
+        key=key,
+        command=shlex.join(["skyrl-actors", "plan", str(path), *overrides, *asked]),
+        changed=lambda _, more: _changed(path, [*overrides, *(f"{key}{one}" for one in more)]),
+    )
+    memory, complaints = checked(config, shape, made, nodes, source)
     print(render_memory(memory, complaints if config.placement.memory_check == "warn" else []))
-    refuse(config, complaints)
+    refuse(config, complaints, key)
 
 
 def _shape(config: ClusterConfig, model: Path | None) -> tuple[ModelShape | None, str]:
     """Return the base model's shape, or None and why its config.json cannot be read."""
     if model is not None:
-        return shape_in(model if model.is_dir() else model.parent), ""
+        return shape_in(sizes_of(model)), ""
     base = config.base_model
     if isinstance(base, MadeBase):
         return None, "the tiny model needs at most 0.4 GiB"
@@ -124,7 +141,15 @@ def _print_catalogue(config: ClusterConfig, nodes: list[Node]) -> None:
         print(f"\nbase models: {parking_plan(config.parking, plans).text}")
 
 
-def _cluster_of(path: Path, overrides: Sequence[str]) -> ClusterConfig:
-    if "cluster" in top_level_keys(path):
-        return load(path, overrides, JobConfig).cluster
-    return load(path, overrides)
+def _changed(path: Path, overrides: Sequence[str]) -> ClusterConfig | None:
+    try:
+        return _cluster_of(path, overrides)[0]
+    except ConfigError:
+        return None
+
+
+def _cluster_of(path: Path, overrides: Sequence[str]) -> tuple[ClusterConfig, str]:
+    """Return the config of the service, and what comes before its keys in this file."""
+    if {"cluster", "job"} & top_level_keys(path):
+        return fitted(load(path, overrides, JobConfig))[0].cluster, "cluster."
+    return load(path, overrides), ""

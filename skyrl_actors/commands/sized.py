@@ -135,6 +135,15 @@ def _base_of(model: str, sizes: Path | None = None) -> tuple[Keys, ModelShape]:
     return {"type": "pretrained", "name": model}, shape_in(_sizes_of(model))
 
 
+def sizes_of(model: Path) -> Path:
+    """Return the folder with a model's config.json: of the file, the folder or the hub's name."""
+    if model.is_dir() or model.is_file():
+        return model if model.is_dir() else model.parent
+    if model.suffix == ".json" or model.is_absolute() or str(model).startswith((".", "~")):
+        raise ConfigError(f"--model {model}: no such file or folder")
+    return _sizes_of(str(model))
+
+
 def _sizes_of(model: str) -> Path:
     """Fetch the small files that tell a model's size. Return their folder."""
     import huggingface_hub

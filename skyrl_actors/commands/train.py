@@ -14,11 +14,11 @@ from typing import Any
 
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.commands import cluster, given_checkpoints
+from skyrl_actors.commands.job_cluster import fitted
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
-from skyrl_actors.config.job import JobConfig, RlConfig
+from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import load, to_yaml
-from skyrl_actors.config.supervised import RewardModelConfig
 from skyrl_actors.jobs.build import Start, build, steps_of
 from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.recorder import MemoryWatch, Recorder
@@ -39,9 +39,11 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     # Names and scratch folders must be unique, because a service or other jobs can run on the same
     # cluster.
     name = f"{config.run.name[:24].replace('.', '-')}-{uuid.uuid4().hex[:6]}"
-    config = _without_idle_critic(
+    config, notes = fitted(
         config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})})
     )
+    for text in notes:
+        note(text)
     check_installed(config.run.trackers)
     given = given_checkpoints.given_folders(config)
     base_folder = cluster.prepare_base_model(config.cluster)
@@ -88,16 +90,6 @@ def _without_secrets(config: JobConfig) -> dict[str, Any]:
     return json.loads(
         masked(json.dumps(config.model_dump(mode="json", exclude={"cluster": {"http"}})))
     )
-
-
-def _without_idle_critic(config: JobConfig) -> JobConfig:
-    job = config.job
-    if config.cluster.critic is None or (
-        job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
-    ):
-        return config
-    note(f"{job.type} has no critic, so cluster.critic is not started")
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"critic": None})})
 
 
 def _print_run_folder(folder: RunFolder) -> None:

@@ -90,7 +90,8 @@ def choose(request: Request) -> Choice:
         ConfigError: The memory of the GPUs is not known.
     """
     _check_pins(request)
-    _check_memory_known(request)
+    asked_gib = request.pinned.get("placement", {}).get("device_memory_gib")
+    check_memory_known(request.device, asked_gib, request.nodes)
     closest = "no number of engines and ranks divides these devices"
     for level in _levels(request):
         found, said = _fitting(request, level)
@@ -129,13 +130,15 @@ def _check_pins(request: Request) -> None:
         _fault_of_layout(error)
 
 
-def _check_memory_known(request: Request) -> None:
-    asked = request.pinned.get("placement", {}).get("device_memory_gib")
-    unknown = [node.name for node in request.nodes if node.gpus and not node.device_bytes]
-    if request.device == "gpu" and unknown and not asked:
+def check_memory_known(
+    device: str, asked_gib: float | None, nodes: Sequence[Node], key: str = ""
+) -> None:
+    """Raise ConfigError if GPUs have an unknown amount of memory. `key` comes before the keys."""
+    unknown = [node.name for node in nodes if node.gpus and not node.device_bytes]
+    if device == "gpu" and unknown and not asked_gib:
         raise ConfigError(
             f"the memory of the GPUs of {', '.join(unknown)} is not known; "
-            "set placement.device_memory_gib=…"
+            f"set {key}placement.device_memory_gib=…"
         )
 
 
@@ -216,7 +219,7 @@ def _judged(
         size = _largest_kv(config, shape, memory, least)
         config, keys = _with_kv(config, keys, size)
     memory = memory_plan(config, shape, plan, nodes)
-    if short := complaints(memory):
+    if short := complaints(memory, []):
         return None, short[0]
     hosts = len({slot.node for slot in plan.slots_of("policy")})
     cost = cost_of(config, shape, memory, request.kind, hosts)

@@ -234,7 +234,7 @@ SHAPE = ["--nodes", "cluster.yaml", "--model", "configs/shapes/qwen3-8b"]
         (
             ["configs/colocated_1x8.yaml", "engine.kv_cache_bytes=64000000000", *SHAPE],
             2,
-            "change engine.kv_cache_bytes=",
+            "it fits with engine.kv_cache_bytes=",
         ),
         (["configs/colocated_1x8.yaml", *SHAPE[:2]], 0, "pass its config.json with --model"),
         (["configs/jobs/ppo_tiny.yaml"], 0, "policy[0] 0.3, critic[0] 0.3, engine[0] 0.3"),

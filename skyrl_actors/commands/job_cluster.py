@@ -1,0 +1,28 @@
+"""Fit the cluster of a job to what the job uses, for `train` and `plan`."""
+
+from skyrl_actors.config.cluster import VLLM_LORA_RANKS, ClusterConfig
+from skyrl_actors.config.job import JobConfig, RlConfig
+from skyrl_actors.config.supervised import RewardModelConfig
+
+
+def fitted(config: JobConfig) -> tuple[JobConfig, list[str]]:
+    """Return the config without parts that the job does not use, and what was left out.
+
+    A job with adapters trains no full model, and its adapters have one rank.
+    """
+    job, cluster, notes = config.job, config.cluster, list[str]()
+    uses_critic = (
+        job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
+    )
+    if cluster.critic is not None and not uses_critic:
+        notes.append(f"{job.type} has no critic, so cluster.critic is not started")
+        cluster = cluster.model_copy(update={"critic": None})
+    if job.lora_rank is not None:
+        cluster = _with_lora(cluster, job.lora_rank)
+    return config.model_copy(update={"cluster": cluster}), notes
+
+
+def _with_lora(cluster: ClusterConfig, rank: int) -> ClusterConfig:
+    most = min(each for each in VLLM_LORA_RANKS if each >= rank)
+    lora = cluster.lora.model_copy(update={"max_full_models": 0, "max_rank": most})
+    return cluster.model_copy(update={"lora": lora})
