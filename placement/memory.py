@@ -436,12 +436,8 @@ def _host_limit(plan: MemoryPlan) -> str:
     return "" if plan.host_bytes is None else f"   (of {plan.host_bytes / GIB:.1f})"
 
 
-def complaints(plan: MemoryPlan, remedies: Sequence[str] | None = None) -> list[str]:
-    """Describe each shortfall with both numbers.
-
-    The last line is what to change: one of the `remedies`. Without them, each line has the keys
-    that make its largest part smaller.
-    """
+def complaints(plan: MemoryPlan, with_keys: bool = True) -> list[str]:
+    """Describe each shortfall, and name the keys that make its largest part smaller."""
     found: list[str] = []
     alike: dict[tuple[str, int], list[str]] = {}
     for device, phase, over in plan.shortfalls():
@@ -449,7 +445,7 @@ def complaints(plan: MemoryPlan, remedies: Sequence[str] | None = None) -> list[
     for (device, over), phases in alike.items():
         part = plan.largest(device, phases[0])
         keys = ", ".join(part.settings) or "smaller models or larger devices"
-        change = f"; change {keys}" if remedies is None else ""
+        change = f"; change {keys}" if with_keys else ""
         found.append(
             f"{device} in {', '.join(phases)} needs {plan.used(device, phases[0]) / GIB:.2f} GiB "
             f"of {(plan.usable_bytes or 0) / GIB:.2f}, {over / GIB:.2f} too much; "
@@ -464,11 +460,4 @@ def complaints(plan: MemoryPlan, remedies: Sequence[str] | None = None) -> list[
                 f"GiB of its {plan.host_bytes / GIB:.2f}; use nodes with more memory, "
                 "placement.layout=split, or a lower lora.max_host_gib"
             )
-    if alike and remedies is not None:
-        found.append(
-            f"it fits with {', or with '.join(remedies)}"
-            if remedies
-            else "no change of dtypes, activations, sharding, passes or KV cache makes it fit; use "
-            "larger devices, more of them, or a smaller model"
-        )
     return found

@@ -42,6 +42,10 @@ MEMORY_RESERVE = 0.08  # of a device, which the plan leaves free for fragmentati
 HOST_SHARE = 8
 PER_PLACE = 4
 OVERRIDES = Source()
+NOTHING_HELPS = (
+    "no change of dtypes, activations, sharding, passes or KV cache makes it fit; use larger "
+    "devices, more of them, or a smaller model"
+)
 
 
 def shape_in(folder: Path) -> ModelShape:
@@ -257,7 +261,11 @@ def checked(
 
     over = max((over for device, _, over in made.shortfalls() if "engine" in device), default=0)
     advice = source.advice(remedies(config, source, fits, over))
-    found = complaints(made, advice)
+    found = complaints(made, with_keys=False)
+    if advice:
+        found.append(f"it fits with {', or with '.join(advice)}")
+    elif made.shortfalls():
+        found.append(NOTHING_HELPS)
     if advice and source.command:
         found.append(f"for example: {source.command} {advice[0]}")
     return made, found

@@ -28,18 +28,18 @@ def try_tasks(tasks: TaskSet, chat: Chat, timeout_s: float, what: str) -> None:
     Raises:
         ConfigError: The episodes of the first tasks all failed; with the lines of the user's code.
     """
-    failures: list[BaseException] = []
-    for task in tasks.evaluation[:TRIED]:
+    tried = tasks.evaluation[:TRIED]
+    for task in tried:
         try:
             asyncio.run(_play(task, chat, timeout_s))
-        except Exception as error:  # noqa: BLE001  code of the user may raise anything
-            failures.append(error)
-        else:
-            return
-    raise ConfigError(
-        f"{what} failed for {len(failures)} of {len(failures)} rows, before anything was "
-        f"started:\n{_shown(failures[0])}"
-    ) from None
+        except Exception as error:  # code of the user may raise anything
+            if task is not tried[-1]:
+                continue
+            raise ConfigError(
+                f"{what} failed for {len(tried)} of {len(tried)} rows, before anything was "
+                f"started:\n{_shown(error)}"
+            ) from None
+        return
 
 
 async def _play(task: Task, chat: Chat, timeout_s: float) -> None:

@@ -219,7 +219,7 @@ def _judged(
         size = _largest_kv(config, shape, memory, least)
         config, keys = _with_kv(config, keys, size)
     memory = memory_plan(config, shape, plan, nodes)
-    if short := complaints(memory, []):
+    if short := complaints(memory, with_keys=False):
         return None, short[0]
     hosts = len({slot.node for slot in plan.slots_of("policy")})
     cost = cost_of(config, shape, memory, request.kind, hosts)

@@ -201,7 +201,10 @@ def failing(
         (failing(wait_s=60), "step took longer than env.timeout_s 2 s"),
         (failing(value=math.nan), "the reward was nan; a finite number is needed"),
         (failing(value=math.inf), "the reward was inf; a finite number is needed"),
-        (failing(value=cast(Any, None)), "the reward was 'None' of type NoneType; a number is needed"),
+        (
+            failing(value=cast(Any, None)),
+            "the reward was 'None' of type NoneType; a number is needed",
+        ),
         (failing(TimeoutError("the judge")), "step raised TimeoutError: the judge"),
     ],
 )
