@@ -32,7 +32,7 @@ def try_tasks(tasks: TaskSet, chat: Chat, timeout_s: float, what: str) -> None:
     for task in tried:
         try:
             asyncio.run(_play(task, chat, timeout_s))
-        except Exception as error:  # code of the user may raise anything
+        except Exception as error:  # noqa: BLE001  code of the user may raise anything
             if task is not tried[-1]:
                 continue
             raise ConfigError(
