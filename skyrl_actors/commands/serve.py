@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,17 @@ import httpx
 import psutil
 import ray
 from ray import serve
-from ray.serve import context
 
 from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
+from skyrl_actors.commands.one_service import (
+    check_port,
+    refuse_other_edge,
+    refuse_second,
+    started_services,
+    state_file,
+)
 from skyrl_actors.commands.shown_status import show_status
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
@@ -31,7 +36,6 @@ from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActors
 from skyrl_actors.observe.spans import Span
 from skyrl_actors.remote import typed_ray
 from skyrl_actors.storage.files import check_writable, size_of
-from skyrl_actors.storage.private_folders import private_folder, run_folder
 
 READY_TIMEOUT_S = 60.0
 SETTINGS_S = 30.0
@@ -42,13 +46,13 @@ PROJECT = Path(__file__).parent.parent.parent
 def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     """Start a service, and with `block` run until Ctrl-C. A failed start is undone."""
     config = with_absolute_paths(load(config_path, overrides))
-    _check_port(config)
+    check_port(config)
     SqlJournal(config.journal, KINDS).check()
     check_writable(config.checkpoint_dir, "checkpoint_dir")
     base_folders = cluster.prepare_base_models(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)
-    _refuse_second(config)  # must precede the clean-up below, which would stop the running service
+    refuse_second(config)  # must precede the clean-up below, which would stop the running service
     with ExitStack() as undo:
         undo.callback(stop, config.name)
         undo.callback(note, "the start failed; stopping everything that was started")
@@ -86,19 +90,6 @@ def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
     )
 
 
-def _check_port(config: ClusterConfig) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.http.host, config.http.port))
-        except OSError as error:
-            raise ConfigError(
-                f"{config.http.host}:{config.http.port} cannot be bound ({error.strerror}); "
-                "stop the program that uses it (check with skyrl-actors status), or choose another "
-                "port with http.port=…"
-            ) from None
-
-
 def _join_or_start_ray(config: ClusterConfig) -> bool:
     """Join or start Ray. Return True if Ray was started."""
     environment = haproxy.environment(config)
@@ -134,42 +125,6 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
         cluster.join_ray()
         undo.pop_all()
     return True
-
-
-def _refuse_second(config: ClusterConfig) -> None:
-    try:
-        find_controller(config.name)
-    except ValueError:
-        return
-    raise ConfigError(
-        f"a service named {config.name!r} is already running; stop it (skyrl-actors stop) or set "
-        "another name=…"
-    )
-
-
-def refuse_other_edge(config: ClusterConfig) -> None:
-    """Refuse an address or application that conflicts with the cluster's Ray Serve.
-
-    A Ray cluster has one Ray Serve, with one address and one application at its root.
-    """
-    # Ray exports its client under a private name only.
-    client = cast(Any, context)._get_global_client(raise_if_no_controller_running=False)
-    if client is None:
-        return
-    there, wanted = client.http_config, config.http
-    if (there.host, there.port) != (wanted.host, wanted.port):
-        raise ConfigError(
-            f"Ray Serve of this cluster listens on {there.host}:{there.port}, not on "
-            f"{wanted.host}:{wanted.port}; use that address (http.host, http.port), "
-            "or another Ray cluster"
-        )
-    applications: dict[str, dict[str, Any]] = client.get_serve_details().get("applications", {})
-    for name, application in applications.items():
-        if application.get("route_prefix") == "/" and name != config.name:
-            raise ConfigError(
-                f"application {name!r} is at the root of this cluster's Ray Serve; "
-                "stop it, or use another Ray cluster"
-            )
 
 
 async def _start_controller(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
@@ -353,10 +308,9 @@ def join(name: str) -> None:
             cluster.join_ray()
         find_controller(name)
     except (ConnectionError, ValueError):
-        raise ConfigError(
-            f"no service named {name!r} runs here; start one with skyrl-actors serve "
-            "configs/cpu_tiny.yaml"
-        ) from None
+        others = ", ".join(f"--name {each}" for each in started_services() if each != name)
+        hint = f"others were started here: {others}" if others else "start one: skyrl-actors serve"
+        raise ConfigError(f"no service named {name!r} runs here; {hint}") from None
 
 
 def stop(name: str) -> None:
@@ -444,8 +398,3 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def state_file(name: str) -> Path:
-    """Return the file in which `serve` leaves the data that `stop` needs."""
-    return private_folder(run_folder() / "services") / f"{name}.json"
