@@ -47,7 +47,7 @@ INTERRUPTED = 130
 # Typer contains a copy of click
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 RAY_TOKEN = Path.home() / ".ray" / "auth_token"
-DEMO_CONFIG = Path(__file__).parent.parent / "configs" / "jobs" / "ppo_tiny.yaml"
+DEMO_CONFIG = Path("configs/jobs/ppo_tiny.yaml")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -78,6 +78,19 @@ def demo(overrides: Overrides = None) -> None:
     from skyrl_actors.commands.train import train as run
 
     run(DEMO_CONFIG, overrides or [])
+
+
+@app.command(rich_help_panel="Before you start")
+def init(
+    folder: Annotated[Path, typer.Argument(help="where to write; default: here")] = Path(),
+) -> None:
+    """Write a project to start from: a config, a reward function and data.
+
+    Nothing is overwritten.
+    """
+    from skyrl_actors.commands.init import run
+
+    run(folder)
 
 
 @app.command(rich_help_panel="Training")

@@ -17,6 +17,7 @@ from placement.shape import ModelShape
 from placement.types import DoesNotFit, Node
 from skyrl_actors.backends.memory_demands import INDEX, shape_in
 from skyrl_actors.commands.hardware import nodes_here
+from skyrl_actors.commands.job_defaults import RATES, for_real_model
 from skyrl_actors.commands.terminal import note
 from skyrl_actors.config.job import Job, RlConfig
 from skyrl_actors.config.load import raw
@@ -200,7 +201,15 @@ def service_file(
 def job_file(job: Path, model: str, overrides: Sequence[str], file: Path | None) -> Path:
     """Choose the layout of a job's cluster, print it, and return the file that was written."""
     request, rest = job_request(job, model, overrides, nodes_here())
-    return _printed(request, choose(request), rest, file)
+    choice = choose(request)
+    return _printed(request, choice, _with_defaults(rest, request.needs, choice), file)
+
+
+def _with_defaults(rest: Keys, needs: Needs, choice: Choice) -> Keys:
+    keys: Keys = rest.get("job") or {}
+    is_rl = keys.get("type") not in RATES
+    context = choice.config.engine.max_model_len
+    return {**rest, "job": for_real_model(keys, is_rl, bool(needs.critic), context)}
 
 
 def _printed(request: Request, choice: Choice, rest: Keys, file: Path | None) -> Path:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
+import skyrl_actors
 from skyrl_actors.config import changed_keys
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.frozen import FrozenConfig
@@ -25,6 +26,7 @@ from skyrl_actors.messages.errors import ConfigError
 C = TypeVar("C", bound=FrozenConfig)
 QUOTE = "'"
 TAG_KEYS = ("type", "place")  # the keys that choose a class of a union
+SHIPPED = Path(skyrl_actors.__file__).parent / "shipped"  # the configs of the repository
 KEYS_VARIABLE = "SKYRL_ACTORS_API_KEYS"  # API keys, comma-separated
 
 
@@ -87,8 +89,20 @@ def _check_kind(source: Path, plain: dict[str, Any], schema: type[FrozenConfig])
         )
 
 
+def found(path: Path) -> Path:
+    """Return the path, or the shipped file of that name if there is none.
+
+    `configs/cpu_tiny.yaml` is found in every folder, also by a package without its repository.
+    """
+    if path.exists() or "configs" not in path.parts:
+        return path
+    at = len(path.parts) - 1 - path.parts[::-1].index("configs")
+    shipped = SHIPPED.joinpath(*path.parts[at + 1 :])
+    return shipped if shipped.is_file() else path
+
+
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    path = path.resolve()
+    path = found(path).resolve()
     if path in seen:
         raise ConfigError(
             f"{path}: extends itself through {' -> '.join(str(p.name) for p in seen)}"
