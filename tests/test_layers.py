@@ -227,6 +227,7 @@ HEAVY = {
         "backends/exporter.py",
         "commands/cluster.py",
         "part_logs.py",
+        "commands/one_service.py",
         "commands/serve.py",
         "commands/train.py",
         "commands/upgrade.py",

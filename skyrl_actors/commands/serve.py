@@ -203,8 +203,8 @@ def usage(config: ClusterConfig, dashboard: str) -> list[str]:
         f"dashboard  http://{dashboard}  (needs the token in ~/.ray/auth_token)",
         f"journal    {_kept(config.journal.folder)}",
         f"weights    {_kept(config.checkpoint_dir)}",
-        "jobs       RAY_AUTH_MODE=token ray job submit --working-dir . "
-        f"-- {sys.executable} -m skyrl_actors train configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs",
+        f"jobs       RAY_AUTH_MODE=token ray job submit --working-dir . -- {sys.executable} "
+        "-m skyrl_actors train configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs",
         f"status     skyrl-actors status{name}",
         f"stop       skyrl-actors stop{name}",
     ]

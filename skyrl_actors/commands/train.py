@@ -68,7 +68,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
         )
         recorder = Recorder(folder, followers)
         try:
-            with MemoryWatch() as memory:
+            with MemoryWatch(name) as memory:
                 outcome = _with_ray(config, base_folder, recorder, start)
             _write_results(
                 config,

@@ -18,7 +18,7 @@ from skyrl_actors.jobs.encoded_images import shown
 from skyrl_actors.jobs.metrics import checked
 from skyrl_actors.jobs.run_folder import RunFolder
 from skyrl_actors.jobs.trackers import TrackerThread
-from skyrl_actors.observe.process import resident_bytes
+from skyrl_actors.observe.process import SERVICE_VARIABLE, resident_bytes
 from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
@@ -103,14 +103,17 @@ class Recorder:
 class MemoryWatch:
     """Measures the peak of resident memory, in bytes, each second while the context is open.
 
-    The sum is over this process, its children and the Ray processes of this machine. A shared
-    page counts once for each process that maps it, so the figure is an upper bound.
+    The sum is over this process, its children, and the ranks and engines of its service on this
+    machine. A shared page counts once for each process that maps it, so the figure is an upper
+    bound.
     """
 
     PERIOD_S = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, service: str) -> None:
         self.peak_bytes = 0
+        self._service = service
+        self._is_own: dict[tuple[int, float], bool] = {}  # by process: its id and start time
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="memory-watch")
 
@@ -131,14 +134,19 @@ class MemoryWatch:
         while not self._stop.wait(self.PERIOD_S):
             self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
 
-    @staticmethod
-    def _resident_bytes() -> int:
-        roots = [
-            psutil.Process(),
-            *(p for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet"),
-        ]
+    def _resident_bytes(self) -> int:
+        roots = [psutil.Process(), *filter(self._is_of_service, psutil.process_iter())]
         processes = {p.pid: p for root in roots for p in (root, *_children(root))}
         return sum(resident_bytes(p) for p in processes.values())
+
+    def _is_of_service(self, process: psutil.Process) -> bool:
+        try:
+            key = process.pid, process.create_time()
+            if key not in self._is_own:
+                self._is_own[key] = process.environ().get(SERVICE_VARIABLE) == self._service
+            return self._is_own[key]
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,11 +60,13 @@ PAGE = """<!doctype html>
 <style>
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
 td, th { padding: .25rem .75rem; text-align: left; vertical-align: top; }
 td, th { border-bottom: 1px solid #8884; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; background: white; }
+.curves { overflow-x: auto; }
+.curves img { max-width: none; width: max(100%, 60rem); }
 pre { overflow-x: auto; padding: 1rem; border: 1px solid #8884; }
 .bar { display: flex; height: 1.5rem; }
 .bar div { overflow: hidden; white-space: nowrap; padding: 0 .3rem; color: black; font-size: 12px; }
@@ -77,7 +78,7 @@ pre { overflow-x: auto; padding: 1rem; border: 1px solid #8884; }
 {% endfor %}
 </table>
 <h2>Curves</h2>
-<img alt="curves of the run" src="data:image/png;base64,{{ picture }}">
+<div class="curves"><img alt="curves of the run" src="data:image/png;base64,{{ picture }}"></div>
 {% if shares %}
 <h2>Time of a step by part</h2>
 <div class="bar">
@@ -120,7 +121,13 @@ title="{{ part }}">{{ part }} {{ '%.0f'|format(percent) }} %</div>
 <td class="n">{{ '%.4g'|format(m.last) }}</td><td>{{ m.unit }}</td><td>{{ m.definition }}</td></tr>
 {% endfor %}
 </table>
-<h2>Software and machine</h2><pre>{{ environment }}</pre><h2>Config</h2><pre>{{ config }}</pre>
+<h2>Software and machine</h2>
+<table>
+{% for key, value in environment.items() %}
+<tr><th>{{ key }}</th><td>{{ value }}</td></tr>
+{% endfor %}
+</table>
+<h2>Config</h2><pre>{{ config }}</pre>
 </body></html>
 """
 
@@ -178,7 +185,7 @@ def write_page(run: Path) -> Path:
         .from_string(PAGE)
         .render(
             name=run.name,
-            summary=summary or {"state": state_of(run, history)},
+            summary=shown(summary or {"state": state_of(run, history)}),
             picture=base64.b64encode(picture).decode(),
             shares=[
                 (part.partition("/")[2], sum(values) / total)
@@ -190,13 +197,30 @@ def write_page(run: Path) -> Path:
             moves=status.get("move_seconds", {}),
             samples=samples,
             metrics=_ends(history),
-            environment=json.dumps(content_of(run / "environment.json"), indent=2),
+            environment=shown(content_of(run / "environment.json")),
             config=(run / CONFIG).read_text(),
         )
     )
     target = run / "report.html"
     _write(target, page.encode())
     return target
+
+
+def shown(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as texts for readers; those of nested objects have the names of both keys."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        name = key.replace("_", " ")
+        if isinstance(value, Mapping):
+            below = shown(cast("Mapping[str, Any]", value))
+            found |= {f"{name}: {inner}": text for inner, text in below.items()}
+        elif isinstance(value, list | tuple):
+            found[name] = ", ".join(str(one) for one in cast("Sequence[Any]", value))
+        else:
+            found[name] = (
+                "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            )
+    return found
 
 
 def _title(run: Path, summary: Mapping[str, Any]) -> str:

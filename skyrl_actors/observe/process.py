@@ -14,6 +14,7 @@ from skyrl_actors.observe.log import set_up_logging
 from skyrl_actors.observe.spans import SPANS
 
 PREFIX = "SKYRL_ACTORS_OBSERVED_"
+SERVICE_VARIABLE = f"{PREFIX}SERVICE"  # set in ranks and engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Observed:
     def environment(self) -> dict[str, str]:
         """The environment variables that `observed` reads in the process of an actor."""
         return {
-            f"{PREFIX}SERVICE": self.service,
+            SERVICE_VARIABLE: self.service,
             f"{PREFIX}OTLP": self.otlp or "",
             f"{PREFIX}LOG_FORMAT": self.log_format,
         }
@@ -47,7 +48,7 @@ def observed() -> Observed:
     """Read the settings from the environment variables. By default no spans are sent."""
     read = os.environ.get
     form = cast("Literal['text', 'json']", read(f"{PREFIX}LOG_FORMAT", "text"))
-    return Observed(read(f"{PREFIX}SERVICE", ""), read(f"{PREFIX}OTLP") or None, form)
+    return Observed(read(SERVICE_VARIABLE, ""), read(f"{PREFIX}OTLP") or None, form)
 
 
 def resident_bytes(process: psutil.Process) -> int:

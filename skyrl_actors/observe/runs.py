@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
 from skyrl_actors.observe.figures import ends_of
 
 STATE, SUMMARY, CONFIG = "state.json", "summary.json", "config.yaml"
@@ -62,6 +65,7 @@ def listed(parent: Path) -> list[dict[str, Any]]:
         else []
     ):
         summary, history = content_of(run / SUMMARY), rows_in(run / METRICS)
+        job = summary or _job_of(run)
         evaluated = [row for row in history if any(key.startswith("eval/") for key in row)]
         metric = summary.get("metric") or next(
             (key for key in (evaluated[0] if evaluated else ()) if key.startswith("eval/")), None
@@ -70,13 +74,13 @@ def listed(parent: Path) -> list[dict[str, Any]]:
         found.append(
             {
                 "run": run.name,
-                "job": summary.get("job", ""),
+                "job": job.get("job", ""),
                 "state": state_of(run, history),
                 "metric": metric or "",
                 "before": f"{ends.first:.4g}" if ends else "",
                 "after": f"{ends.last:.4g}" if ends else "",
                 "steps": history[-1]["step"] if history else 0,
-                "seed": summary.get("seed", ""),
+                "seed": job.get("seed", ""),
                 "seconds": summary.get("seconds", ""),
             }
         )
@@ -91,8 +95,20 @@ def state_of(run: Path, history: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"unfinished, resumes after step {state['step']}"
         if state
-        else f"unfinished, restarts from 0 (was at step {history[-1]['step'] if history else 0})"
+        else f"unfinished, restarts from 0 (was at step {history[-1]['step']})"
+        if history
+        else "unfinished, ended before its first step"
     )
+
+
+def _job_of(run: Path) -> dict[str, Any]:
+    """Return type and seed of a run from its config."""
+    try:
+        config = OmegaConf.load(run / CONFIG)
+    except (OSError, YAMLError):
+        return {}
+    select: Any = OmegaConf.select
+    return {"job": select(config, "job.type") or "", "seed": select(config, "job.seed")}
 
 
 def content_of(file: Path) -> dict[str, Any]:
