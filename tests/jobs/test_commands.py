@@ -252,7 +252,8 @@ def check_resumed(options: list[str], run: Path) -> None:
     assert (
         "data:image/png;base64," in page
         and "Reverse: " in page
-        and "http" not in page.split("<pre>")[0]
+        and 'src="http' not in page
+        and 'href="http' not in page
     )
 
 
