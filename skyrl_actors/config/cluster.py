@@ -36,6 +36,7 @@ from skyrl_actors.messages.model import ExpertLayout
 
 COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
 LEAST_COLLECTIVE_TIMEOUT_S = 30.0  # ranks connect within this time
+LEAST_QUEUED = 64  # sequences in the own queues of engines
 SAMPLES_IN_FLIGHT = 512  # the default for few engines
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -280,10 +281,18 @@ class ClusterConfig(FrozenConfig):
 
     @property
     def samples_in_flight(self) -> int:
-        """Number of sequences in the engines at once. Further ones queue in the controller."""
-        engines = self.engine.num_engines + len(self.engine.external)
-        at_once = engines * self.engine.max_num_seqs
-        return self.limits.samples_in_flight or max(SAMPLES_IN_FLIGHT, at_once)
+        """The largest number of sequences in one request."""
+        return self.limits.samples_in_flight or max(SAMPLES_IN_FLIGHT, self.engine.at_once)
+
+    @property
+    def engine_places(self) -> int:
+        """Number of sequences in the engines at once. Further ones queue in the controller.
+
+        An engine serves its own queue in the order of arrival and knows no tenants. So that queue
+        is just long enough for engines to be full while a large request waits for its places.
+        """
+        at_once = self.engine.at_once
+        return self.limits.samples_in_flight or at_once + max(LEAST_QUEUED, at_once // 4)
 
     def served(self) -> dict[str, "ClusterConfig"]:
         """Return the config of each base model, by its name. Its actors have the label too."""

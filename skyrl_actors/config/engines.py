@@ -126,6 +126,11 @@ class EngineConfig(FrozenConfig):
         "service sets, is refused",
     )
 
+    @property
+    def at_once(self) -> int:
+        """Number of sequences that all engines compute at once."""
+        return (self.num_engines + len(self.external)) * self.max_num_seqs
+
     @field_validator("vllm")
     @classmethod
     def _known_to_vllm(cls, given: dict[str, Any]) -> dict[str, Any]:

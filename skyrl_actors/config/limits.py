@@ -68,7 +68,8 @@ class LimitsConfig(FrozenConfig):
         ge=1,
         description="sequences in the engines of a base model at once, and the most of one "
         "request; others queue, and the tenant with the fewest sampled tokens is first; "
-        "null = 512, or what the engines compute at once if that is more",
+        "null = a quarter more than the engines compute at once (at least 64 more), and 512 in one "
+        "request, or what the engines compute at once if that is more",
     )
     full_sampler_versions: int = Field(
         default=4,

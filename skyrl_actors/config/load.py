@@ -241,11 +241,7 @@ def tags_of(schema: type[FrozenConfig]) -> tuple[str, ...]:
 def to_yaml(config: FrozenConfig) -> str:
     """Return the resolved config as YAML. `load` reads it back to a config of the same effect."""
     plain = config.model_dump(mode="json")
-    cluster = config if isinstance(config, ClusterConfig) else getattr(config, "cluster", None)
     for service in (plain, plain.get("cluster", {})):
-        if cluster is not None and "limits" in service and not service.get("base_models"):
-            # Earlier versions have a number here, never null.
-            service["limits"]["samples_in_flight"] = cluster.samples_in_flight
         # Earlier versions have one base model only, so their configs stay comparable.
         unused = ("base_model",) if service.get("base_models") else ("base_models", "parking")
         for key in unused:

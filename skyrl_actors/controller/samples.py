@@ -55,7 +55,7 @@ class Samples:
         self.tasks = tasks
         # Those of one base model do not wait for those of another, which may be parked.
         self._slots = {
-            name: FairSlots(context.configs.of(name).samples_in_flight) for name in context.configs
+            name: FairSlots(context.configs.of(name).engine_places) for name in context.configs
         }
         for slots in self._slots.values():
             context.admin.mode.watch(slots.pause)

@@ -61,6 +61,20 @@ def test_all_engines_can_be_full_by_default(overrides: list[str], expected: int)
 
 
 @pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["engine.max_num_seqs=2"], 66),
+        (["engine.max_num_seqs=128"], 192),
+        (["placement.layout=split", "engine.num_engines=16", "engine.max_num_seqs=256"], 5120),
+        (["engine.max_num_seqs=128", "limits.samples_in_flight=100"], 100),
+    ],
+)
+def test_engines_queue_little_themselves(overrides: list[str], expected: int):
+    """They know no tenants, so a sample waits for all that are in their own queues."""
+    assert load(CONFIGS / "cpu_tiny.yaml", overrides).engine_places == expected
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         (

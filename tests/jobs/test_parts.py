@@ -154,15 +154,15 @@ def test_single_values_of_a_preset_can_be_changed():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("job.type=grp", "job: .*'ppo', 'grpo'"),
+        ("job.type=grp", "job\.type: 'grp' is not known; did you mean grpo\? allowed: ppo, grpo"),
         (
             "job.samples_per_prompt=1",
             "compares the answers to one prompt: set samples_per_prompt to 2",
         ),
         ("job.kl.estimator=k1", "estimator k1 has no gradient .* use k2 or k3"),
         ("job.kl.coef=0", "coef: Input should be greater than 0"),
-        ("job.kl={place: none, coef: 0.1}", r"kl\.none\.coef: unknown key; allowed here: place"),
-        ("job.kl.horizon=5", r"kl\.loss\.horizon: this key was removed; it is 10,000"),
+        ("job.kl={place: none, coef: 0.1}", r"kl\.coef: unknown key; allowed here: place"),
+        ("job.kl.horizon=5", r"kl\.horizon: this key was removed; it is 10,000"),
         ("job.correction.high=3", "correction: set type to one of none, truncated, masked"),
         ("job.filter.max_batches=3", "filter: set type to one of none, varied"),
         ("job.overlong.penalty=2", "overlong.penalty: this key was removed; it is 1"),
@@ -177,7 +177,7 @@ def test_single_values_of_a_preset_can_be_changed():
             r"job.kl.coef\? allowed here: coef, estimator, place, target",
         ),
         ("job.overlong.buffer_tokens=99", "buffer_tokens 99 is above max_tokens 12"),
-        ("job.reference.type=checkpoint", r"reference\.checkpoint\.path: Field required"),
+        ("job.reference.type=checkpoint", r"reference\.path: Field required"),
         ("job.advantage.type=gae", "grpo needs a critic group: set cluster.critic"),
         (
             "job={type: ppo, critic_warmup: 40}",
@@ -185,7 +185,7 @@ def test_single_values_of_a_preset_can_be_changed():
         ),
         (
             "job.env={type: reverse, max_turns: 3}",
-            r"env\.reverse\.max_turns: unknown key",
+            r"env\.max_turns: unknown key",
         ),
         (
             "run={checkpoint_every: 0, keep_checkpoints: 9}",
