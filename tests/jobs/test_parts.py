@@ -154,7 +154,7 @@ def test_single_values_of_a_preset_can_be_changed():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("job.type=grp", "job\.type: 'grp' is not known; did you mean grpo\? allowed: ppo, grpo"),
+        ("job.type=grp", r"job\.type: 'grp' is not known; did you mean grpo\? allowed: ppo, grpo"),
         (
             "job.samples_per_prompt=1",
             "compares the answers to one prompt: set samples_per_prompt to 2",
