@@ -18,6 +18,7 @@ from ray import serve
 from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
+from skyrl_actors.commands.old_sessions import remove_old_sessions
 from skyrl_actors.commands.one_service import (
     check_port,
     refuse_other_edge,
@@ -103,6 +104,7 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     except ConnectionError:
         pass
     note("starting Ray on this machine (dashboard on 127.0.0.1)")
+    remove_old_sessions(Path(cluster.ray_folder()))
     cpus = max(os.cpu_count() or 1, 2)
     before = ray_session()
     with ExitStack() as undo:

@@ -15,6 +15,7 @@ from typing import Any
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.commands import cluster, given_checkpoints
 from skyrl_actors.commands.job_cluster import fitted
+from skyrl_actors.commands.old_sessions import remove_old_sessions
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.keys import masked
@@ -106,6 +107,7 @@ def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: S
     if joined:
         cluster.join_ray()
     else:
+        remove_old_sessions(Path(cluster.ray_folder()))
         cluster.start_local_ray(config.cluster)
     try:
         return asyncio.run(_run(config, base_folder, recorder, start))
