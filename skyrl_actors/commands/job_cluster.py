@@ -17,7 +17,9 @@ def fitted(config: JobConfig) -> tuple[JobConfig, list[str]]:
     if cluster.critic is not None and not uses_critic:
         notes.append(f"{job.type} has no critic, so cluster.critic is not started")
         cluster = cluster.model_copy(update={"critic": None})
-    if job.lora_rank is not None:
+    # a checkpoint as the reference may be a full model, or have another rank
+    other = isinstance(job, RlConfig) and job.reference.type == "checkpoint"
+    if job.lora_rank is not None and not other:
         cluster = _with_lora(cluster, job.lora_rank)
     return config.model_copy(update={"cluster": cluster}), notes
 

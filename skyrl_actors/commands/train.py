@@ -36,6 +36,11 @@ JOURNAL, CHECKPOINTS = ".journal", ".checkpoints"
 
 def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     """Run or resume the job of a config file. Return the run's folder."""
+    with asyncio.Runner() as runner:
+        return _trained(config_path, overrides, runner)
+
+
+def _trained(config_path: str | Path, overrides: Sequence[str], runner: asyncio.Runner) -> Path:
     config = load(config_path, overrides, JobConfig)
     # Names and scratch folders must be unique, because a service or other jobs can run on the same
     # cluster.
@@ -52,6 +57,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
         given_checkpoints.with_links(config),
         str(base_folder),
         cluster.context_tokens(config.cluster, base_folder),
+        runner.run,
     )
     started = time.perf_counter()
     folder = open_run(
@@ -70,7 +76,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
         recorder = Recorder(folder, followers)
         try:
             with MemoryWatch(name) as memory:
-                outcome = _with_ray(config, base_folder, recorder, start)
+                outcome = _with_ray(config, base_folder, recorder, start, runner)
             _write_results(
                 config,
                 base_folder,
@@ -102,7 +108,13 @@ def _print_run_folder(folder: RunFolder) -> None:
         )
 
 
-def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: Start) -> RunOutcome:
+def _with_ray(
+    config: JobConfig,
+    base_folder: Path,
+    recorder: Recorder,
+    start: Start,
+    runner: asyncio.Runner,
+) -> RunOutcome:
     joined = "RAY_ADDRESS" in os.environ
     if joined:
         cluster.join_ray()
@@ -110,7 +122,7 @@ def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: S
         remove_old_sessions(Path(cluster.ray_folder()))
         cluster.start_local_ray(config.cluster)
     try:
-        return asyncio.run(_run(config, base_folder, recorder, start))
+        return runner.run(_run(config, base_folder, recorder, start))
     finally:
         typed_ray.shutdown()
         if not joined:

@@ -62,7 +62,7 @@ def raw(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: The file cannot be read, or an override has no key.
     """
-    merged = OmegaConf.create(_read(Path(path), ()) if path else {})
+    merged = OmegaConf.create(_read(found(Path(path)), ()) if path else {})
     for text in overrides:
         if "=" not in text or text.startswith("="):
             raise ConfigError(f"override {text!r} has no key; write key.sub=value")
@@ -89,20 +89,20 @@ def _check_kind(source: Path, plain: dict[str, Any], schema: type[FrozenConfig])
         )
 
 
-def found(path: Path) -> Path:
-    """Return the path, or the shipped file of that name if there is none.
+def found(path: Path, folder: Path = Path()) -> Path:
+    """Return the path in a folder. `configs/…` that is not there is a shipped config.
 
-    `configs/cpu_tiny.yaml` is found in every folder, also by a package without its repository.
+    So `configs/cpu_tiny.yaml` is found everywhere, also by a package without its repository.
     """
-    if path.exists() or "configs" not in path.parts:
-        return path
-    at = len(path.parts) - 1 - path.parts[::-1].index("configs")
-    shipped = SHIPPED.joinpath(*path.parts[at + 1 :])
-    return shipped if shipped.is_file() else path
+    there = folder / path
+    if there.exists() or path.parts[:1] != ("configs",):
+        return there
+    shipped = SHIPPED.joinpath(*path.parts[1:])
+    return shipped if shipped.is_file() else there
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    path = found(path).resolve()
+    path = path.resolve()
     if path in seen:
         raise ConfigError(
             f"{path}: extends itself through {' -> '.join(str(p.name) for p in seen)}"
@@ -132,7 +132,7 @@ def _extended(node: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict[
             )
     if "extends" not in node:
         return own
-    below = _read(path.parent / str(node["extends"]), seen)
+    below = _read(found(Path(str(node["extends"])), path.parent), seen)
     return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(below, own)))
 
 
@@ -279,4 +279,4 @@ def top_level_keys(path: str | Path) -> set[str]:
 
     They tell service configs from job configs.
     """
-    return set(_read(Path(path), ()))
+    return set(_read(found(Path(path)), ()))

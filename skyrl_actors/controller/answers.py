@@ -74,7 +74,7 @@ class Answers:
         )
         if not holder:
             return nullcontext()
-        return self._tenants.polled(holder.session_id, asyncio.get_running_loop().time())
+        return self._tenants.polled(holder.session_id, asyncio.get_running_loop().time)
 
     async def partial(
         self, request_id: str, have: int, timeout_s: float
@@ -106,7 +106,7 @@ class Answers:
         self._readiness.check_started()
         sampler = self._tenants.sampler(sampler_id)
         await self._ledger.recall.stream(sampler_id)
-        with self._tenants.polled(sampler.session_id, asyncio.get_running_loop().time()):
+        with self._tenants.polled(sampler.session_id, asyncio.get_running_loop().time):
             return await self._ledger.completions.after(sampler_id, clone, cursor, timeout_s)
 
     def waiting(self, request_id: str = "") -> Waiting:

@@ -66,7 +66,8 @@ class CheckpointFolders:
         fetched = self._mirror.pull(RUN_FILE)
         for run in self._run_folders():
             for folder in _checkpoints_in(run):
-                if not self._mirror.has(folder):
+                # Without notes it is not complete; it may still have to be encrypted.
+                if (folder / ABOUT_FILE).exists() and not self._mirror.has(folder):
                     self._mirrored(folder)
         return fetched
 

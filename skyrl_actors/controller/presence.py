@@ -6,7 +6,7 @@ Samples are repeated with their seed, so a client that comes back gets the same 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from skyrl_actors.controller.tenants import TenantTable
@@ -21,10 +21,16 @@ class FellSilent(Exception):
 
 
 class Presence:
-    """The tasks that run for sessions, and which sessions are silent."""
+    """The tasks that run for sessions, and which sessions are silent.
 
-    def __init__(self, tenants: TenantTable, silent_s: float = SILENT_S):
+    While `drains` is true, none is: all accepted samples are to be answered.
+    """
+
+    def __init__(
+        self, tenants: TenantTable, drains: Callable[[], bool], silent_s: float = SILENT_S
+    ):
         self._tenants = tenants
+        self._drains = drains
         self._silent_s = silent_s
         self._running: dict[str, set[asyncio.Task[object]]] = {}  # by session
         self._fell_silent: set[asyncio.Task[object]] = set()  # cancelled by this object
@@ -32,6 +38,8 @@ class Presence:
 
     async def heard(self, session_id: str | None) -> None:
         """Wait while the session is silent."""
+        if session_id in self._silent:  # it may have sent something since the last check
+            self.check(asyncio.get_running_loop().time())
         while (event := self._silent.get(session_id or "")) is not None:
             await event.wait()
 
@@ -69,7 +77,11 @@ class Presence:
 
     def check(self, now: float) -> None:
         """Stop the samples of sessions that are silent now; wake those with a new sign of life."""
-        silent = set(self._tenants.silent_sessions(now, self._silent_s))
+        silent = (
+            set[str]()
+            if self._drains()
+            else set(self._tenants.silent_sessions(now, self._silent_s))
+        )
         for session_id in self._silent.keys() - silent:
             self._silent.pop(session_id).set()
         for session_id in silent - self._silent.keys():

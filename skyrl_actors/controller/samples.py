@@ -63,7 +63,7 @@ class Samples:
         # By version: retired samplers that still have unanswered samples.
         self._leaving: Counter[str] = Counter()
         self._cancelled: dict[str, Failure] = {}  # by request id: its answer
-        self.presence = Presence(self.tenants)
+        self.presence = Presence(self.tenants, lambda: context.admin.mode.mode == "draining")
 
     def start(self, op: Op, sampler: Sampler) -> None:
         """Start a sample. It counts as a user of its sampler until it is answered."""
@@ -156,6 +156,8 @@ class Samples:
                     return replace(outcome, result=kept)
             except FellSilent:
                 op.begun = None
+                self.ledger.memory.end(op.request_id)
+                self.ledger.memory.keep(op)
 
     async def release(self, sampler: Sampler) -> None:
         """Count one user less; free a retired sampler without users."""

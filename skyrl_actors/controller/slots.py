@@ -68,6 +68,9 @@ class FairSlots:
             raise
         try:
             yield place
+        except asyncio.CancelledError:  # nobody gets what it computed
+            place.tokens = 0
+            raise
         finally:
             self._give(ticket)
 

@@ -1,7 +1,7 @@
 """Tables of the live sessions, their models and their samplers (pure, no effects)."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -79,9 +79,9 @@ class TenantTable:
             self.sessions[session_id].last_seen = at
 
     @contextmanager
-    def polled(self, session_id: str | None, now: float) -> Generator[None]:
-        """Count a poll of a session's client from loop time `now` on: it is there meanwhile."""
-        self.mark_active(session_id, now)
+    def polled(self, session_id: str | None, clock: Callable[[], float]) -> Generator[None]:
+        """Count a poll of a session's client, which is there meanwhile. `clock` is loop time."""
+        self.mark_active(session_id, clock())
         session = self.sessions.get(session_id or "")
         if session is None:
             yield
@@ -91,6 +91,7 @@ class TenantTable:
             yield
         finally:
             session.polls -= 1
+            self.mark_active(session_id, clock())
 
     def session(self, session_id: str) -> TenantSession:
         """Return a live session. Raises NotFound."""

@@ -3,6 +3,7 @@
 Datasets, reward functions and environments are read and checked here, before a service starts.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from skyrl_actors.jobs.preferences import DpoJob, RewardModelJob
 from skyrl_actors.jobs.rl import RlJob
 from skyrl_actors.jobs.sft import SftJob
 from skyrl_actors.jobs.texts import preference_texts, sft_texts
-from skyrl_actors.jobs.trial import try_tasks
+from skyrl_actors.jobs.trial import Run, try_tasks
 from skyrl_actors.jobs.watcher import RunOutcome, Watcher
 
 
@@ -32,10 +33,12 @@ class Job(Protocol):
 Start = Callable[[ControllerClient, Watcher, Checkpoints], Job]
 
 
-def build(config: JobConfig, base_folder: str, context_tokens: int) -> Start:
+def build(
+    config: JobConfig, base_folder: str, context_tokens: int, run: Run = asyncio.run
+) -> Start:
     """Return a function that creates the job.
 
-    `context_tokens` is the context length of the base model.
+    `context_tokens` is the context length of the base model. `run` tries tasks in the job's loop.
 
     Raises:
         ConfigError: Data or functions cannot be used.
@@ -44,7 +47,7 @@ def build(config: JobConfig, base_folder: str, context_tokens: int) -> Start:
     chat = Chat(base_folder, job.chat_template_kwargs, config.cluster.limits)
     if isinstance(job, RlConfig):
         tasks = _tasks(job)
-        try_tasks(tasks, chat, job.env.timeout_s, _code_of(job.env))
+        try_tasks(tasks, chat, job.env.timeout_s, _code_of(job.env), run)
         return lambda client, watcher, checkpoints: RlJob(
             client, job, tasks, chat, watcher, checkpoints, alpha
         )

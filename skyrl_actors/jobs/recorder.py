@@ -7,6 +7,7 @@ name and renamed.
 import base64
 import json
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -22,6 +23,7 @@ from skyrl_actors.observe.process import SERVICE_VARIABLE, resident_bytes
 from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
+NEW_S = 60.0  # age of a process whose variables may still change
 IMAGES_KEPT = 4  # of each sample
 
 
@@ -142,7 +144,8 @@ class MemoryWatch:
     def _is_of_service(self, process: psutil.Process) -> bool:
         try:
             key = process.pid, process.create_time()
-            if key not in self._is_own:
+            is_new = time.time() - key[1] < NEW_S  # Ray gives a worker its variables by exec
+            if is_new or key not in self._is_own:
                 self._is_own[key] = process.environ().get(SERVICE_VARIABLE) == self._service
             return self._is_own[key]
         except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -26,7 +26,13 @@ from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, 
 ENVIRONMENT = "environment.json"
 REVISION = "SKYRL_ACTORS_REVISION"  # the git revision of code that is not in a repository
 # May differ when a run is resumed.
-MAY_DIFFER = ("run", "cluster.name", "cluster.limits.samples_in_flight")
+MAY_DIFFER = (
+    "run",
+    "cluster.name",
+    "cluster.limits.samples_in_flight",
+    "cluster.lora.max_rank",
+    "cluster.lora.max_full_models",
+)
 PACKAGES = (
     "skyrl-actors",
     "torch",

@@ -6,9 +6,9 @@ engines were loaded, and only as the share of episodes that failed.
 
 import asyncio
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import skyrl_actors
 from skyrl_actors.jobs.chat import Chat
@@ -17,13 +17,19 @@ from skyrl_actors.jobs.environment import Task, TaskSet, check_reward
 from skyrl_actors.messages.errors import ConfigError
 
 T = TypeVar("T")
+Run = Callable[[Coroutine[Any, Any, None]], None]
 TRIED = 3  # tasks; one that works is enough, because single rows may be bad
 ANSWER = "an answer"  # where a task has none
 OWN = Path(skyrl_actors.__file__).parent
 
 
-def try_tasks(tasks: TaskSet, chat: Chat, timeout_s: float, what: str) -> None:
-    """Play an episode of one task with its own answer. `what` names the code in errors.
+def try_tasks(
+    tasks: TaskSet, chat: Chat, timeout_s: float, what: str, run: Run = asyncio.run
+) -> None:
+    """Play an episode of one task with its own answer.
+
+    `what` names the code in errors. `run` uses the event loop of the job, because clients that the
+    code opens belong to that loop.
 
     Raises:
         ConfigError: The episodes of the first tasks all failed; with the lines of the user's code.
@@ -31,7 +37,7 @@ def try_tasks(tasks: TaskSet, chat: Chat, timeout_s: float, what: str) -> None:
     tried = tasks.evaluation[:TRIED]
     for task in tried:
         try:
-            asyncio.run(_play(task, chat, timeout_s))
+            run(_play(task, chat, timeout_s))
         except Exception as error:  # noqa: BLE001  code of the user may raise anything
             if task is not tried[-1]:
                 continue

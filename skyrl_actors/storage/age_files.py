@@ -1,9 +1,10 @@
 """Encrypt files for their readers, in the format of age (age-encryption.org/v1)."""
 
+import os
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyrage  # pyright: ignore[reportMissingTypeStubs]
 
@@ -46,11 +47,41 @@ def encrypt(files: Iterable[Path], texts: Sequence[str]) -> None:
             continue
         staging = file.with_name(f".{uuid.uuid4().hex}{PARTIAL}")
         try:
-            AGE.encrypt_file(str(file), str(staging), recipients)
-            fsync(staging)
+            _encrypted(file, staging, recipients)
             staging.replace(file.with_name(file.name + SUFFIX))
         except OSError:
             staging.unlink(missing_ok=True)
             raise
         file.unlink()
         fsync(file.parent)
+
+
+class _Target:
+    """A file that keeps the first error of a write. pyrage drops that of its last one."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        try:
+            return self._stream.write(content)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        pass  # `_encrypted` does it, and sees the error
+
+
+def _encrypted(file: Path, staging: Path, recipients: list[Any]) -> None:
+    with file.open("rb") as source, staging.open("wb") as stream:
+        target = _Target(stream)
+        try:
+            AGE.encrypt_io(source, target, recipients)
+        except AGE.EncryptError as error:
+            raise target.error or OSError(f"{file.name} cannot be encrypted: {error}") from None
+        if target.error is not None:
+            raise target.error
+        stream.flush()
+        os.fsync(stream.fileno())

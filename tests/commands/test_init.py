@@ -48,6 +48,8 @@ def test_shipped_configs_are_found_where_no_file_has_the_name(
     own.write_text("name: mine\nextends: base.yaml\n")
     assert load("configs/cpu_tiny.yaml").name == "mine"
     assert found(Path("configs/none.yaml")) == Path("configs/none.yaml")
+    moved = tmp_path / "gone" / "configs" / "cpu_tiny.yaml"
+    assert found(moved) == moved, "a file of one's own that is not there is missing"
     with pytest.raises(ConfigError, match="no such file"):
         load("configs/none.yaml")
 

@@ -9,6 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl_actors.__main__ import app
+from skyrl_actors.commands.job_cluster import fitted
+from skyrl_actors.config.job import JobConfig
+from skyrl_actors.config.load import load
 from skyrl_actors.messages.errors import SkyrlActorsError
 from tests.conftest import ROOT
 
@@ -62,6 +65,15 @@ def test_a_job_with_adapters_reserves_no_full_fine_tune_and_its_own_rank():
     rows = dict(re.findall(r"^(policy adapters)\s+(\d\.\d+)", text, re.M))
     code, wider = planned(*job, f"{SHAPES}/qwen3-1.7b", "job.lora_rank=32")
     assert rows != dict(re.findall(r"^(policy adapters)\s+(\d\.\d+)", wider, re.M))
+
+
+def test_a_reference_of_another_kind_keeps_its_room():
+    reference = "job.reference={type: checkpoint, path: /somewhere}"
+    keys = ("job.lora_rank=8", "job.kl={place: loss, coef: 0.1}", reference)
+    config, _ = fitted(load("configs/jobs/grpo_tiny.yaml", keys, JobConfig))
+    assert (config.cluster.lora.max_rank, config.cluster.lora.max_full_models) == (32, 1)
+    config, _ = fitted(load("configs/jobs/grpo_tiny.yaml", keys[:1], JobConfig))
+    assert (config.cluster.lora.max_rank, config.cluster.lora.max_full_models) == (8, 0)
 
 
 @pytest.mark.parametrize(

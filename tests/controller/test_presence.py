@@ -150,6 +150,28 @@ async def test_samples_of_a_dead_client_fail_when_its_session_ends(
     assert backend.begun == [running]
 
 
+async def test_a_drain_answers_the_samples_of_dead_clients_too(
+    controller: Controller, backend: Slow
+):
+    session = await controller.create_session()
+    request_id = await asked(controller, session)
+    await until(lambda: backend.aborted)
+    backend.done.set()
+    await controller.operators.set_mode("draining", "eve")
+    await until(lambda: not controller.queue.num_open)
+    assert isinstance(await controller.answers.whole(request_id, 10), SampleOutput)
+
+
+async def test_aborted_samples_cost_nothing_and_hold_no_memory(
+    controller: Controller, backend: Slow
+):
+    await asked(controller, await controller.create_session())
+    await until(lambda: backend.aborted)
+    slots = next(iter(controller._samples._slots.values()))
+    await until(lambda: not slots._used)
+    assert not slots._queue._tenants and not controller._ledger.memory._running
+
+
 async def test_a_sample_that_waits_for_its_client_can_be_cancelled(
     controller: Controller, backend: Slow
 ):
@@ -179,7 +201,7 @@ async def test_the_next_controller_runs_samples_that_waited(tmp_path: Path, back
 def silent_after_a_second() -> tuple[Presence, TenantTable]:
     tenants = TenantTable()
     tenants.sessions["s"] = TenantSession("s", tenants.silence.mark_active(0.0))
-    return Presence(tenants, 1.0), tenants
+    return Presence(tenants, lambda: False, 1.0), tenants
 
 
 async def test_a_task_that_ends_at_the_moment_of_silence_is_not_cancelled_later():

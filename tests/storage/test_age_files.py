@@ -1,5 +1,8 @@
 """Encryption of exports: repeated after a crash, and with keys of several kinds."""
 
+import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pyrage
@@ -28,6 +31,33 @@ def test_a_file_that_cannot_be_read_leaves_nothing_half_written(tmp_path: Path):
     with pytest.raises(OSError, match="No such file"):
         age_files.encrypt([tmp_path / "missing"], BOTH)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_at_the_end_loses_nothing(tmp_path: Path):
+    """The last bytes of a file do not fit. The plain file stays, and nothing else."""
+    plain = tmp_path / "a"
+    plain.write_bytes(b"x" * 200_000)
+    age_files.encrypt([plain], BOTH)
+    whole = (tmp_path / "a.age").stat().st_size
+    (tmp_path / "a.age").unlink()
+    for lack in (1, 100, 70_000, whole - 1):
+        plain.write_bytes(b"x" * 200_000)
+        code = (
+            "import resource, signal, sys; from pathlib import Path\n"
+            "from skyrl_actors.storage import age_files\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+            "try:\n    age_files.encrypt([Path(sys.argv[2])], sys.argv[3:])\n"
+            "except OSError as error:\n    print(error.errno)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(whole - lack), str(plain), *BOTH],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == f"{errno.EFBIG}\n", lack
+        assert [file.name for file in tmp_path.iterdir()] == ["a"], lack
 
 
 @pytest.mark.parametrize("wrong", ["", "age1", "AGE-SECRET-KEY-1", "ssh-dss AAAA", str(ONE)])

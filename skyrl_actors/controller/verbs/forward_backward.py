@@ -127,6 +127,10 @@ def _check_custom(call: LossCall, columns: Columns, config: ClusterConfig) -> No
             "loss custom is off in this service (http.sdk.custom_loss_server_side); "
             "compute such a loss in the SDK"
         )
+    if columns.fronts is not None:  # a graph may use other positions than those with weights
+        raise InvalidRequest(
+            "loss custom needs one value of each loss_fn_input for each token of model_input"
+        )
     graph = graph_of(str(call.config["loss_id"]))
     if missing := [name for name in graph.inputs if name not in columns.fields]:
         raise InvalidRequest(f"custom loss {graph.name} needs loss_fn_inputs {', '.join(missing)}")
