@@ -45,7 +45,7 @@ def test_shipped_configs_are_found_where_no_file_has_the_name(
     assert load("configs/jobs/ppo_tiny.yaml", (), JobConfig).job.type == "ppo"
     own = tmp_path / "configs" / "cpu_tiny.yaml"
     own.parent.mkdir()
-    own.write_text("name: mine\nextends: base.yaml\n")
+    own.write_text("name: mine\nextends: configs/base.yaml\n")
     assert load("configs/cpu_tiny.yaml").name == "mine"
     assert found(Path("configs/none.yaml")) == Path("configs/none.yaml")
     moved = tmp_path / "gone" / "configs" / "cpu_tiny.yaml"
