@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from skyrl_actors.api import openai_answers as answers
@@ -14,7 +15,7 @@ from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
 from skyrl_actors.messages.results import Failure, PartialSample, SampleOutput
 
 Chunk = tuple[dict[str, Any], int]  # and the number of its tokens
-Chunks = AsyncIterator[Chunk | Failure]
+Chunks = AsyncGenerator[Chunk | Failure, None]
 
 
 async def as_events(
@@ -25,16 +26,17 @@ async def as_events(
     With `prompt_tokens`, the last chunk has the token counts.
     """
     generated = 0
-    async for found in chunks:
-        if isinstance(found, Failure):
-            yield _event(_error(state, found))
-            break
-        content, tokens = found
-        generated += tokens
-        yield _event(content)
-    else:
-        if prompt_tokens is not None:
-            yield _event(answers.usage_chunk(form, prompt_tokens, generated))
+    async with aclosing(chunks):  # other choices are not polled after a failure
+        async for found in chunks:
+            if isinstance(found, Failure):
+                yield _event(_error(state, found))
+                break
+            content, tokens = found
+            generated += tokens
+            yield _event(content)
+        else:
+            if prompt_tokens is not None:
+                yield _event(answers.usage_chunk(form, prompt_tokens, generated))
     yield "data: [DONE]\n\n"
 
 
@@ -64,6 +66,7 @@ async def streamed(
     finally:
         for task in waiting:
             task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
     samples.answered()
 
 
