@@ -154,8 +154,11 @@ def test_the_format_of_existing_journals_has_not_changed():
         loss=LossCall("ppo", {"$": 0.5}),
         seq_id=3,
     )
-    newest = begin.replace(b"%b", b"\x87") + b"\xa6routes\xc0\xa6images\xc0" + end
+    later = b"\xa6routes\xc0\xa6images\xc0"
+    newest = begin.replace(b"%b", b"\x88") + later + b"\xa6fronts\xc0" + end
     assert encode(message) == newest and same(decode(newest), message)
+    without_fronts = begin.replace(b"%b", b"\x87") + later + end
+    assert same(decode(without_fronts), message)
     without_routes = begin.replace(b"%b", b"\x85") + end
     assert same(decode(without_routes), message)
     without_images = begin.replace(b"%b", b"\x86") + b"\xa6routes\xc0" + end

@@ -275,9 +275,7 @@ def archived(client: Any, path: str) -> None:
         urllib.request.urlopen(url) as answer,
         tarfile.open(fileobj=io.BytesIO(answer.read())) as members,
     ):
-        assert any(name.endswith("/model_spec.json") for name in members.getnames()), (
-            members.getnames()
-        )
+        assert "model_spec.json" in members.getnames(), members.getnames()
 
 
 def downloaded(client: Any, path: str) -> None:

@@ -469,7 +469,7 @@ def test_wrong_requests_are_explained_and_the_service_continues(
     client: tinker.ServiceClient, model: tinker.TrainingClient
 ):
     good = datum(4, weights=[1.0] * 4)
-    missing = datum(4)
+    missing = datum(4, advantages=[1.0] * 4)
     for data, loss, config, said in (
         ([good], "nope", None, "unknown loss 'nope'"),
         ([good], "ppo", None, "missing: logprobs, advantages"),
