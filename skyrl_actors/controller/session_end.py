@@ -25,6 +25,8 @@ class SessionEnd:
     async def free(self, session_id: str) -> None:
         """Fail the session's queued requests, and free its models and samplers."""
         tenants, queue, results = self._context.tenants, self._ledger.queue, self._ledger.results
+        # At once: an ended session is no longer silent, and its waiting samples would run.
+        self._samples.end_queued_of(session_id)
         text = f"session {session_id} was finished before this ran"
         unloads: list[str] = []
         models = [model.spec.model_id for model in tenants.models_of(session_id)]
@@ -38,7 +40,6 @@ class SessionEnd:
             self._context.capacity.withdraw(
                 model_id, f"session {session_id} was finished before this ran"
             )
-        self._samples.end_queued_of(session_id)
         # First: weights that accepted samples still need are written before the models are deleted.
         await self._samples.retire_all_of(session_id)
         for model_id in models:

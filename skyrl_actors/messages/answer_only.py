@@ -33,7 +33,10 @@ def _front_of(index: int, example: Example) -> int:
     if targets is None or targets.ndim != 1 or not 0 < len(targets) < total or len(lengths) > 1:
         return 0
     front = total - len(targets)
-    if not np.array_equal(targets[:-1], example.tokens[front + 1 :]):
+    is_answer = np.array_equal(targets[:-1], example.tokens[front + 1 :])
+    # With an input that was not shortened, one position would have to predict itself.
+    is_unshifted = front == 1 and np.array_equal(targets, example.tokens[1:])
+    if not is_answer or is_unshifted:
         raise InvalidRequest(
             f"datum {index}: {TARGETS} has {len(targets)} values and model_input {total} tokens, "
             "and the targets do not continue the end of the input; send one value for each input "

@@ -34,6 +34,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def saved(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> None:
+    folders.note(folder_of(folders, path, weights), {"who": "ann"}, None)
+
+
+def folder_of(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> Path:
+    """Write a checkpoint's files, without its notes."""
     import json
     from dataclasses import asdict
 
@@ -42,7 +47,7 @@ def saved(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(weights)
     (folder / SPEC_FILE).write_text(json.dumps(asdict(SPEC)))
-    folders.note(folder, {"who": "ann"}, None)
+    return folder
 
 
 def test_another_machine_fetches_all_answered_checkpoints(tmp_path: Path, url: str):
@@ -78,6 +83,15 @@ def test_a_partial_folder_on_the_mirror_is_not_fetched(tmp_path: Path, url: str)
         and (tmp_path / "b/s1_train_0" / RUN_FILE).exists()
         and not there.runs()[0].checkpoints
     )
+
+
+def test_a_checkpoint_without_notes_is_not_copied_yet(tmp_path: Path, url: str):
+    """A crash came between its files and their encryption; the repeated request completes it."""
+    folder = folder_of(CheckpointFolders(tmp_path / "a"), ONE, b"plain")
+    assert CheckpointFolders(tmp_path / "a", mirror_url=url).align() == 0
+    assert CheckpointFolders(tmp_path / "b", mirror_url=url).align() == 0
+    CheckpointFolders(tmp_path / "a", mirror_url=url).note(folder, {}, None)
+    assert CheckpointFolders(tmp_path / "b", mirror_url=url).align() == 1
 
 
 def test_checkpoints_from_before_the_mirror_are_copied_to_it(tmp_path: Path, url: str):

@@ -208,3 +208,22 @@ async def test_forgetting_a_stream_wakes_waiting_callers():
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(waiting), 0.01)
     assert await waiting == ([], 0)
+
+
+async def test_what_was_cancelled_costs_its_tenant_nothing():
+    slots = FairSlots(3)
+
+    async def held(name: str) -> None:
+        async with slots.hold(name, 1, 1000):
+            await asyncio.sleep(60)
+
+    stays = asyncio.create_task(held("b"))
+    cancelled = asyncio.create_task(held("a"))
+    await asyncio.sleep(0)
+    a = slots._queue._tenants["a"]
+    assert a.clock == 1000
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert (a.clock, a.paid) == (0, 0)
+    stays.cancel()
+    await asyncio.gather(stays, return_exceptions=True)

@@ -2,17 +2,20 @@
 
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
+from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.tenants import Model, TenantTable
 from skyrl_actors.controller.verbs import KINDS, MODEL_VERBS, SAMPLE, model_verb, verb_of
+from skyrl_actors.controller.verbs.forward_backward import _check_custom
 from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.tables import LIFETIMES
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.columns import columns_from
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import LossCall, ModelSpec
 
@@ -115,3 +118,16 @@ def test_a_model_whose_creation_failed_is_gone():
     model, _, tables = tables_with(position=3)
     model_verb("CreateModel").fold(model, answered(3, "none", failed=True), tables, NOW)
     assert not tables.tenants.models and not tables.progress
+
+
+def test_a_custom_loss_needs_whole_rows():
+    """Its graph may use positions without regard to weights, which padding has."""
+    fields: dict[str, Any] = {"target_tokens": np.asarray([3, 4])}
+    columns = columns_from([Example(np.asarray([1, 2, 3], np.int32), fields)])
+    assert columns.fronts is not None
+    with pytest.raises(InvalidRequest, match="one value of each loss_fn_input for each token"):
+        _check_custom(
+            LossCall("custom", {"loss_id": "x"}),
+            columns,
+            ClusterConfig(http=HttpConfig(sdk={"custom_loss_server_side": True})),
+        )

@@ -178,3 +178,15 @@ def test_newest_and_best_checkpoints_are_kept_and_a_full_disk_only_warns(tmp_pat
     asyncio.run(later.after(cast(Any, session), 6, {"policy": "m:train:0"}, {}))
     assert session.deleted[-1] == "step-2" and later.resumed
     again.close()
+
+
+def test_a_run_of_an_earlier_version_resumes_with_fewer_adapters(tmp_path: Path):
+    """Jobs with adapters reserve less than earlier versions did, which changes no result."""
+    before = "cluster: {lora: {max_rank: 32, max_full_models: 1}}\njob: {seed: 1}\n"
+    now = "cluster: {lora: {max_rank: 8, max_full_models: 0}}\njob: {seed: 1}\n"
+    first = open_run(tmp_path, "r", before, True)
+    first.keep(State(step=3, models={}, job={}))
+    first.close()
+    resumed = open_run(tmp_path, "r", now, True)
+    assert resumed.path == first.path and resumed.state is not None
+    resumed.close()

@@ -38,6 +38,8 @@ tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 
 @given(st.lists(st.tuples(tokens, tokens, st.booleans()), min_size=1, max_size=5))
 def test_inputs_of_the_answer_equal_full_ones_with_weight_0_before_it(rows: list[Any]):
+    # No token is in both, because a row of equal tokens is refused (below).
+    rows = [([100 + token for token in prompt], *others) for prompt, *others in rows]
     short, full, values = [], [], []
     for prompt, answer, has_weights in rows:
         own = {"advantages": [float(a) - 3 for a in answer]}
@@ -69,6 +71,15 @@ def test_a_datum_without_weights_has_weight_1_beside_one_with_weights():
         # The classic mistake: targets are shifted, and the input is not.
         (
             Example(np.asarray([1, 2, 3, 4], np.int32), {"target_tokens": np.asarray([2, 3, 4])}),
+            "the targets do not continue the end of the input",
+        ),
+        # The same mistake where every token is equal, and with one target.
+        (
+            Example(np.asarray([7, 7, 7], np.int32), {"target_tokens": np.asarray([7, 7])}),
+            "the targets do not continue the end of the input",
+        ),
+        (
+            Example(np.asarray([1, 2], np.int32), {"target_tokens": np.asarray([2])}),
             "the targets do not continue the end of the input",
         ),
         (
