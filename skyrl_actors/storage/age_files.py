@@ -3,8 +3,9 @@
 import os
 import uuid
 from collections.abc import Iterable, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyrage  # pyright: ignore[reportMissingTypeStubs]
 
@@ -59,7 +60,7 @@ def encrypt(files: Iterable[Path], texts: Sequence[str]) -> None:
 class _Target:
     """A file that keeps the first error of a write. pyrage drops that of its last one."""
 
-    def __init__(self, stream: BinaryIO):
+    def __init__(self, stream: FileIO):
         self._stream = stream
         self.error: OSError | None = None
 
@@ -71,11 +72,11 @@ class _Target:
             raise
 
     def flush(self) -> None:
-        pass  # `_encrypted` does it, and sees the error
+        pass  # nothing is buffered
 
 
 def _encrypted(file: Path, staging: Path, recipients: list[Any]) -> None:
-    with file.open("rb") as source, staging.open("wb") as stream:
+    with file.open("rb") as source, staging.open("wb", buffering=0) as stream:
         target = _Target(stream)
         try:
             AGE.encrypt_io(source, target, recipients)
@@ -83,5 +84,4 @@ def _encrypted(file: Path, staging: Path, recipients: list[Any]) -> None:
             raise target.error or OSError(f"{file.name} cannot be encrypted: {error}") from None
         if target.error is not None:
             raise target.error
-        stream.flush()
         os.fsync(stream.fileno())
