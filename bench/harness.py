@@ -60,7 +60,8 @@ def service(
         options = (
             f"name={NAME}",
             f"http.port={PORT}",
-            f"journal.folder={scratch}",
+            f"journal.folder={scratch}/journal",
+            f"checkpoint_dir={scratch}/checkpoints",
             *overrides,
         )
         served = Served(config, options, nodes(config, options) if nodes else None)

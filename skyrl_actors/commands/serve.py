@@ -18,6 +18,7 @@ from ray import serve
 from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
+from skyrl_actors.commands.left_behind import refuse_left_behind
 from skyrl_actors.commands.old_sessions import remove_old_sessions
 from skyrl_actors.commands.one_service import (
     check_port,
@@ -46,7 +47,9 @@ PROJECT = Path(__file__).parent.parent.parent
 
 def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     """Start a service, and with `block` run until Ctrl-C. A failed start is undone."""
-    config = with_absolute_paths(load(config_path, overrides))
+    loaded = load(config_path, overrides)
+    refuse_left_behind(loaded, Path.cwd())
+    config = with_absolute_paths(loaded)
     check_port(config)
     SqlJournal(config.journal, KINDS).check()
     check_writable(config.checkpoint_dir, "checkpoint_dir")

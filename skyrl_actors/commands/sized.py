@@ -3,7 +3,6 @@
 A layout is chosen for the nodes that are there. Keys in a config file and in overrides are pinned.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from skyrl_actors.commands.job_defaults import RATES, for_real_model
 from skyrl_actors.commands.terminal import note
 from skyrl_actors.config.job import Job, RlConfig
 from skyrl_actors.config.load import raw
+from skyrl_actors.config.state_folder import plain_name
 from skyrl_actors.config.supervised import RewardModelConfig
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.sizing.candidates import Keys, Needs
@@ -69,11 +69,7 @@ def service_request(
     base, shape = _base_of(model, sizes)
     pinned = raw(config, overrides)
     named = merged_base(base, pinned)
-    # A journal of its own: another model cannot be served on it.
-    own: Keys = {"journal": {"folder": f"journal/{_plain_name(named)}"}}
-    return Request(
-        base_model=named, shape=shape, nodes=nodes, pinned=_without_base(pinned), defaults=own
-    )
+    return Request(base_model=named, shape=shape, nodes=nodes, pinned=_without_base(pinned))
 
 
 def job_request(
@@ -182,12 +178,7 @@ def written(request: Request, choice: Choice, rest: Keys, file: Path | None) -> 
 def _slug(request: Request, rest: Keys) -> str:
     keys: Keys = rest.get("job") or {}
     job = keys.get("type", "job") if rest else "service"
-    return f"{_plain_name(request.base_model)}-{job}"
-
-
-def _plain_name(base_model: Keys) -> str:
-    name = str(base_model["name"]).rsplit("/", 1)[-1]
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-.") or "model"
+    return f"{plain_name(str(request.base_model['name']).rsplit('/', 1)[-1])}-{job}"
 
 
 def service_file(

@@ -9,7 +9,7 @@ process starts.
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from skyrl_actors.config.base_models import BaseModelConfig, TinyBase
 from skyrl_actors.config.engines import EngineConfig
@@ -17,9 +17,11 @@ from skyrl_actors.config.environment_variables import EnvironmentVariables
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.http import HttpConfig
+from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.served_bases import ParkingConfig, check_labels, dumped, keys_of
+from skyrl_actors.config.state_folder import place_in, shown_place
 from skyrl_actors.config.strategies import (
     DeepSpeedStrategy,
     JaxStrategy,
@@ -123,63 +125,6 @@ class LoraConfig(FrozenConfig):
         return self
 
 
-class JournalConfig(FrozenConfig):
-    """The durable log of accepted requests and their answers.
-
-    `serve` with the same journal resumes where it stopped.
-    """
-
-    folder: Path = Field(
-        default=Path("journal"),
-        description="folder for payloads, results and snapshots; with SQLite also for the database",
-    )
-    url: str | None = Field(
-        default=None,
-        description="postgresql://user:password@host/database; null = SQLite in `folder`",
-    )
-    mirror: str | None = Field(
-        default=None,
-        pattern=r"^[a-z0-9]+://",
-        description="a second location of payloads, results and snapshots as an fsspec address: "
-        "s3://bucket/folder, gs://…, file://…; they are copied there before a request is accepted "
-        "or answered, and read from there if `folder` lost them. Needs `url`",
-    )
-    snapshot_operations: int = Field(
-        default=64, ge=1, description="snapshot a model after this number of operations"
-    )
-    snapshot_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="also snapshot a trained model when its last snapshot is older than this",
-    )
-    retention_s: float = Field(
-        default=24 * 3600.0,
-        gt=0,
-        description="period for which models can be rebuilt and answers can be read",
-    )
-
-    @model_validator(mode="after")
-    def _outlives_its_machine(self) -> "JournalConfig":
-        if self.mirror is not None and self.url is None:
-            raise ValueError(
-                "mirror without url: the database would be lost with the machine; set url to a "
-                "PostgreSQL database, or leave out mirror"
-            )
-        return self
-
-    @field_validator("url")
-    @classmethod
-    def _known_database(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(
-            ("postgresql://", "postgresql+psycopg://", "postgres://")
-        ):
-            raise ValueError(
-                "use postgresql://user:password@host/database, or leave out url for SQLite in "
-                "journal.folder"
-            )
-        return url
-
-
 class RestartConfig(FrozenConfig):
     """Deadlines of processes, and how those are restarted that died or exceeded one."""
 
@@ -252,7 +197,7 @@ class ClusterConfig(FrozenConfig):
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
     limits: LimitsConfig = LimitsConfig()
     http: HttpConfig = HttpConfig()
-    journal: JournalConfig = JournalConfig()
+    journal: JournalConfig = Field(default=JournalConfig(), validate_default=True)
     restart: RestartConfig = RestartConfig()
     observe: ObserveConfig = ObserveConfig()
     environment: EnvironmentVariables = Field(
@@ -261,7 +206,9 @@ class ClusterConfig(FrozenConfig):
         "NCCL_SOCKET_IFNAME; a change restarts them. Not for secrets",
     )
     checkpoint_dir: Path = Field(
-        default=Path("checkpoints"), description="folder of saved checkpoints"
+        default_factory=lambda config: place_in(config, "checkpoints"),
+        json_schema_extra={"shown_default": shown_place("checkpoints")},
+        description="folder of saved checkpoints",
     )
     checkpoint_mirror: str | None = Field(
         default=None,
@@ -312,6 +259,8 @@ class ClusterConfig(FrozenConfig):
             found[own.base_model.name] = own.model_copy(
                 update={
                     "name": f"{self.name}:{label}",
+                    "journal": self.journal,
+                    "checkpoint_dir": self.checkpoint_dir,
                     "transfer": own.transfer.model_copy(update={"folder": folder}),
                 }
             )
@@ -325,6 +274,13 @@ class ClusterConfig(FrozenConfig):
         if quantized_base or "quantization" in self.engine.vllm:
             dtypes.append("quantized")
         return max(LOGPROB_BOUNDS[dtype] for dtype in dtypes)
+
+    @field_validator("journal")
+    @classmethod
+    def _journal_has_a_place(cls, journal: JournalConfig, info: ValidationInfo) -> JournalConfig:
+        if "folder" in journal.model_fields_set:
+            return journal
+        return journal.model_copy(update={"folder": place_in(info.data, "journal")})
 
     @model_validator(mode="after")
     def _base_models_can_be_served(self) -> "ClusterConfig":

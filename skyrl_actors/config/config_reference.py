@@ -142,6 +142,9 @@ def _by_type(defaults: dict[str, list[Section]]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    extra: Any = field.json_schema_extra
+    if isinstance(extra, dict) and "shown_default" in extra:
+        return f"`{extra['shown_default']}`"
     if field.default is PydanticUndefined:
         return "by type" if field.default_factory_takes_validated_data else ""
     return "`null`" if field.default is None else _shown(field.default)

@@ -29,6 +29,8 @@ REVISION = "SKYRL_ACTORS_REVISION"  # the git revision of code that is not in a 
 MAY_DIFFER = (
     "run",
     "cluster.name",
+    "cluster.journal.folder",  # a job has its own
+    "cluster.checkpoint_dir",
     "cluster.limits.samples_in_flight",
     "cluster.lora.max_rank",
     "cluster.lora.max_full_models",

@@ -50,7 +50,6 @@ class Request:
     shape: ModelShape
     nodes: Sequence[Node]
     pinned: Keys = field(default_factory=dict[str, Any])
-    defaults: Keys = field(default_factory=dict[str, Any])  # keys that are not searched
     needs: Needs = EVERYTHING
 
     @property
@@ -194,7 +193,7 @@ def _config(
         ),
     }
     keys["engine"]["kv_cache_bytes"] = 2**20
-    keys = merged(merged(keys, request.defaults), request.pinned)
+    keys = merged(keys, request.pinned)
     return ClusterConfig.model_validate(keys), keys
 
 

@@ -21,7 +21,7 @@ def test_addresses_folders_and_commands_are_printed(
     assert "console    http://127.0.0.1:9000/\n" in text
     assert "OpenAI     http://127.0.0.1:9000/v1\n" in text
     assert f"journal    {tmp_path}/journal (3.0 MiB)\n" in text
-    assert f"weights    {tmp_path}/" in text
+    assert "weights    /" in text and "/skyrl-actors/mine/" in text
     assert "run.folder=$PWD/runs" in text  # without it, the run stays in Ray's copy of the folder
     assert "status --name mine" in text and "stop --name mine" in text
 
