@@ -113,6 +113,7 @@ class ModelShape:
     latent: "LatentAttention | None" = None
     shared_outer: bool = True  # adapters of experts share the factor at the hidden size
     max_tokens: int = 32_768  # positions that the model was made for
+    windowed: bool = False  # layers whose attention sees a window keep fewer keys and values
     counted: int | None = None  # parameters in the model's files, if they are known
     quantized: bool = False  # in its files; engines keep these weights
     tower: VisionTower | None = None
@@ -226,6 +227,7 @@ def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) 
             dense_intermediate=int(text.get("intermediate_size") or 0),
             latent=_latent(text),
             max_tokens=int(text.get("max_position_embeddings") or 32_768),
+            windowed=text.get("sliding_window") is not None,
             counted=_counted(config, index or {}),
             quantized=QUANTIZED in config,
             tower=_tower(config),

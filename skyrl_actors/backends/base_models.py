@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
+from skyrl_actors.backends.kv_cache import too_small
 from skyrl_actors.backends.memory_demands import shape_in
 from skyrl_actors.config.base_models import (
     BaseModelConfig,
@@ -90,8 +91,8 @@ def check_base(folder: Path, config: ClusterConfig) -> None:
                 f"{role}.sequence_parallel {group.sequence_parallel} does not divide the {heads} "
                 f"attention heads of {folder.name}"
             )
-    if heads and words and shape.get("sliding_window") is None:
-        _check_longest(folder, config)
+    if heads and words and (found := too_small(config, shape_in(folder), folder.name)):
+        raise ConfigError(found[0])
     if words and (folder / "tokenizer.json").is_file():
         known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(
             with_added_tokens=True
@@ -125,22 +126,6 @@ def _check_quantization(found: Quantization | None, name: str, config: ClusterCo
         raise ConfigError(
             f"{name}: engines that wake from sleep level 2 get bfloat16 weights, and its weights "
             f"are {found.method}; set engine.sleep_level=1"
-        )
-
-
-def _check_longest(folder: Path, config: ClusterConfig) -> None:
-    """Raise ConfigError unless one sequence of max_model_len tokens fits the KV cache."""
-    engine = config.engine
-    number_bytes = 4 if engine.dtype == "float32" else 2
-    token = shape_in(folder).kv_bytes_per_token(
-        number_bytes, engine.tensor_parallel, engine.pipeline_parallel
-    )
-    if token * engine.max_model_len > engine.kv_cache_bytes:
-        raise ConfigError(
-            f"engine.kv_cache_bytes {engine.kv_cache_bytes} holds "
-            f"{engine.kv_cache_bytes // token} tokens of {folder.name}, and "
-            f"engine.max_model_len is {engine.max_model_len}; raise the one to "
-            f"{token * engine.max_model_len} or lower the other"
         )
 
 

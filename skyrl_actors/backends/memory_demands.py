@@ -21,6 +21,7 @@ from placement.memory import (
 from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
+from skyrl_actors.backends.kv_cache import NUMBER_BYTES, too_small
 from skyrl_actors.backends.remedies import Source, remedies
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.groups import GroupConfig
@@ -35,7 +36,6 @@ from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 MEMORY_RESERVE = 0.08  # of a device, which the plan leaves free for fragmentation
 # Without lora.max_host_gib, the LoRA models of a role may take 1/HOST_SHARE of a device's host
 # memory. If that memory is not known: PER_PLACE LoRA models for each one on the device.
@@ -253,15 +253,16 @@ def checked(
 ) -> tuple[MemoryPlan, list[str]]:
     """Return the memory plan and what does not fit, with changes that make it fit."""
     made = memory_plan(config, shape, plan, nodes)
-    if config.placement.memory_check == "off" or not complaints(made):
+    found = [*complaints(made, with_keys=False), *too_small(config, shape)]
+    if config.placement.memory_check == "off" or not found:
         return made, []
 
     def fits(other: ClusterConfig) -> bool:
-        return not complaints(memory_plan(other, shape, plan, nodes))
+        memory = memory_plan(other, shape, plan, nodes)
+        return not complaints(memory) and not too_small(other, shape)
 
     over = max((over for device, _, over in made.shortfalls() if "engine" in device), default=0)
     advice = source.advice(remedies(config, source, fits, over))
-    found = complaints(made, with_keys=False)
     if advice:
         found.append(f"it fits with {', or with '.join(advice)}")
     elif made.shortfalls():

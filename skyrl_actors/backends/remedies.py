@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from skyrl_actors.config.cluster import ClusterConfig
 
 STEP_BYTES = 256 * 2**20
+SHORTER = 4_096  # tokens of a context
+LOWER_RANK = 32  # the usual one of adapters
 Fits = Callable[[ClusterConfig], bool]
 Change = tuple[str, ...]  # overrides
 
@@ -76,7 +78,9 @@ def remedies(config: ClusterConfig, source: Source, fits: Fits, over_engine: int
 
 def _changes(config: ClusterConfig, over_engine: int) -> Iterator[Change]:
     """Yield changes in the order in which they are preferred, without those already made."""
-    kv = (config.engine.kv_cache_bytes - over_engine) // STEP_BYTES * STEP_BYTES
+    kv = config.engine.kv_cache_bytes
+    # With other changes a part of the cache can fit, even if now none would.
+    kv = (kv - over_engine if kv > over_engine else kv // 8) // STEP_BYTES * STEP_BYTES
     if over_engine > 0 and kv > 0:
         yield (f"engine.kv_cache_bytes={kv}",)
     trains_all = config.lora.max_full_models > 0
@@ -88,6 +92,10 @@ def _changes(config: ClusterConfig, over_engine: int) -> Iterator[Change]:
         for role, group in groups.items()
         if group.activations == "keep"
     )
+    if config.lora.max_rank > LOWER_RANK:
+        yield (f"lora.max_rank={LOWER_RANK}",)
+    if config.lora.max_adapters > 1:
+        yield ("lora.max_adapters=1",)
     if config.placement.device == "gpu":
         dtypes = {role: group.dtype for role, group in groups.items()}
         dtypes["engine"] = config.engine.dtype
@@ -104,9 +112,13 @@ def _changes(config: ClusterConfig, over_engine: int) -> Iterator[Change]:
                 )
             )
         yield tuple(f"{role}.strategy.type=fsdp2" for role in several)
-    if config.critic is not None:
-        yield ("critic=null",)
     yield tuple(
         f"{role}.microbatch_tokens={max(1, group.microbatch_tokens // 4)}"
         for role, group in groups.items()
     )
+    if config.critic is not None:  # after all its keys, which would bring it back
+        yield ("critic=null",)
+    if config.engine.max_model_len > SHORTER:
+        yield (f"engine.max_model_len={SHORTER}",)
+    if over_engine > 0 and kv > 0:
+        yield (f"engine.kv_cache_bytes={kv // 4}",)

@@ -25,6 +25,10 @@ def fitted(config: JobConfig) -> tuple[JobConfig, list[str]]:
 
 
 def _with_lora(cluster: ClusterConfig, rank: int) -> ClusterConfig:
-    most = min(each for each in VLLM_LORA_RANKS if each >= rank)
-    lora = cluster.lora.model_copy(update={"max_full_models": 0, "max_rank": most})
-    return cluster.model_copy(update={"lora": lora})
+    update = {"max_full_models": 0, "max_rank": engine_rank(rank)}
+    return cluster.model_copy(update={"lora": cluster.lora.model_copy(update=update)})
+
+
+def engine_rank(rank: int) -> int:
+    """Return the least rank with which an engine can start and that this rank fits."""
+    return next(each for each in VLLM_LORA_RANKS if each >= min(rank, VLLM_LORA_RANKS[-1]))

@@ -16,6 +16,7 @@ from placement.shape import ModelShape
 from placement.types import DoesNotFit, Node
 from skyrl_actors.backends.memory_demands import INDEX, shape_in
 from skyrl_actors.commands.hardware import nodes_here
+from skyrl_actors.commands.job_cluster import engine_rank
 from skyrl_actors.commands.job_defaults import RATES, for_real_model
 from skyrl_actors.commands.terminal import note
 from skyrl_actors.config.job import Job, RlConfig
@@ -27,6 +28,7 @@ from skyrl_actors.sizing.candidates import Keys, Needs
 from skyrl_actors.sizing.report import GENERATED, lines, yaml_of
 from skyrl_actors.sizing.search import Choice, Request, choose
 
+USUAL_RANK = 32
 SIZES = ("config.json", INDEX)  # files with the size of a model
 
 
@@ -112,7 +114,9 @@ def _needs_of(keys: Keys) -> Needs:
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"job.{place}: {first['msg']}") from None
     critic = job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
-    return Needs(critic=critic, full_models=job.lora_rank is None)
+    # `train` lowers the rank to the job's own; the file shall also take the usual one.
+    rank = engine_rank(max(job.lora_rank or 0, USUAL_RANK))
+    return Needs(critic=critic, full_models=job.lora_rank is None, lora_rank=rank)
 
 
 def _base_of(model: str, sizes: Path | None = None) -> tuple[Keys, ModelShape]:

@@ -38,6 +38,7 @@ from skyrl_actors.messages.model import ExpertLayout
 
 COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
 LEAST_COLLECTIVE_TIMEOUT_S = 30.0  # ranks connect within this time
+LEAST_HOST_ADAPTERS = 8
 LEAST_QUEUED = 64  # sequences in the own queues of engines
 SAMPLES_IN_FLIGHT = 512  # the default for few engines
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -101,8 +102,8 @@ class LoraConfig(FrozenConfig):
     max_adapters: int = Field(
         default=8,
         ge=1,
-        description="LoRA models of each role on the device at once; "
-        "idle ones are kept in host memory",
+        description="LoRA models of max_rank of each role on the device at once, or more of lower "
+        "ranks; idle ones are kept in host memory",
     )
     max_host_gib: float | None = Field(
         default=None,
@@ -224,7 +225,7 @@ class ClusterConfig(FrozenConfig):
 
         It reads others from their files again.
         """
-        return max(4 * self.lora.max_adapters, self.engine.max_loras)
+        return max(4 * self.lora.max_adapters, self.engine.max_loras, LEAST_HOST_ADAPTERS)
 
     @property
     def samples_in_flight(self) -> int:

@@ -9,7 +9,13 @@ from placement.types import Node
 
 Keys = dict[str, Any]
 CONTEXTS = {"gpu": (16_384, 8_192, 4_096, 2_048), "cpu": (4_096, 2_048, 1_024, 512)}
-ADAPTERS = (1, 2, 4, 8)
+# LoRA models on the device and their largest rank, from the least memory of trainers to the most.
+# As many more of lower ranks fit. An engine on a CPU computes every adapter with the largest rank.
+ADAPTERS = {
+    "gpu": ((1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128)),
+    "cpu": ((1, 32), (2, 32), (4, 32), (8, 32)),
+}
+OF_ONE_RANK = (1, 2, 4, 8)
 MICROBATCHES = (65_536, 32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 LEAST_GPU_BATCH_TOKENS = 8_192  # of an engine on a GPU
 SEQUENCES = {"gpu": 256, "cpu": 32}  # that an engine computes at once
@@ -22,6 +28,7 @@ class Needs:
 
     critic: bool | None = None
     full_models: bool | None = None
+    lora_rank: int | None = None  # of all adapters; None: of any rank, as large as fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +59,8 @@ Holder = Literal["rank", "node", "group"]
 class Effort:
     """How a training group saves memory."""
 
-    adapters: int  # LoRA models of a role on the device at once
+    adapters: int  # LoRA models of `rank` of a role on the device at once
+    rank: int
     copy_on: Holder  # what holds one copy of the frozen base
     activations: str
     microbatch_tokens: int
@@ -120,19 +128,28 @@ def ranks_on_node(nodes: Sequence[Node], shares: Shares) -> int:
     return size if fills and shares.policy > size else 0
 
 
-def efforts(level: Level, device: str, ranks: int, on_node: int) -> list[Effort]:
+def efforts(
+    level: Level, device: str, ranks: int, on_node: int, lora_rank: int | None = None
+) -> list[Effort]:
     """Return the ways to save memory, from the least memory to the most.
 
     A pass holds one row of the longest context at least. `on_node` is the number of ranks on each
     node if a node can hold a copy of the weights: several nodes, each full of ranks. Else it is 0.
     """
     sizes = [m for m in MICROBATCHES if m >= level.context][-3:] or [level.context]
+    adapters_of = [(n, lora_rank) for n in OF_ONE_RANK] if lora_rank else ADAPTERS[device]
     holders: list[Holder] = ["rank"]
     if device == "gpu" and ranks > 1:
         holders = ["group", "node", "rank"] if on_node else ["group", "rank"]
     return [
-        Effort(adapters=adapters, copy_on=holder, activations=activations, microbatch_tokens=size)
-        for adapters in ADAPTERS
+        Effort(
+            adapters=adapters,
+            rank=rank,
+            copy_on=holder,
+            activations=activations,
+            microbatch_tokens=size,
+        )
+        for adapters, rank in adapters_of
         for holder in holders
         for activations in ("recompute", "keep")
         for size in reversed(sizes)
@@ -182,7 +199,11 @@ def keys_of(
             "enforce_eager": device == "cpu",
             **on_cpu,
         },
-        "lora": {"max_adapters": effort.adapters, "max_full_models": int(level.full_models)},
+        "lora": {
+            "max_rank": effort.rank,
+            "max_adapters": effort.adapters,
+            "max_full_models": int(level.full_models),
+        },
         "transfer": {"type": _transfer(shares, one_node, device)},
     }
 

@@ -106,7 +106,11 @@ def _models(request: Request, config: ClusterConfig) -> str:
         if lora.max_full_models
         else _off(request, "full fine-tunes")
     )
-    return f"{lora.max_adapters} LoRA models of rank ≤ {lora.max_rank} at once; {full}"
+    plural = "s" if lora.max_adapters > 1 else ""
+    return (
+        f"{lora.max_adapters} LoRA model{plural} of rank {lora.max_rank} at once, or more of lower "
+        f"ranks; {full}"
+    )
 
 
 def _off(request: Request, what: str) -> str:

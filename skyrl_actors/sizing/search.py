@@ -38,7 +38,8 @@ KV_STEP = 2**26  # sizes of KV caches are multiples of it
 TYPICAL_TOKENS = 4_096  # of a sequence, for the largest KV cache that is of use
 CPU_KV_BYTES = 2 * GIB  # vLLM touches the whole cache at start
 EVERYTHING = Needs()
-MOST_ADAPTERS = 8
+MOST_RANK = 128
+MOST_ROOM = 8 * MOST_RANK
 LARGER = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -102,8 +103,14 @@ def choose(request: Request) -> Choice:
 
 
 def _seconds(choice: Choice) -> float:
-    """Return the cost. Half as many adapters on the device count 3 %: they are paged more often."""
-    halvings = math.log2(MOST_ADAPTERS / min(choice.config.lora.max_adapters, MOST_ADAPTERS))
+    """Return the cost, with 3 % for half the room for adapters and 3 % for half the largest rank.
+
+    With less room adapters are paged more often, and models of a higher rank are refused.
+    """
+    lora = choice.config.lora
+    rank = min(lora.max_rank, MOST_RANK)
+    room = min(lora.max_adapters * rank, MOST_ROOM)
+    halvings = math.log2(MOST_ROOM / room) + math.log2(MOST_RANK / rank)
     return choice.cost.iteration_s * (1 + 0.03 * halvings)
 
 
@@ -147,7 +154,8 @@ def _fitting(request: Request, level: Level) -> tuple[list[Choice], str]:
     for shares in shares_of(request.nodes, request.shape, request.device, level.critic):
         plan: Plan | None = None
         on_node = ranks_on_node(request.nodes, shares)
-        for number, effort in enumerate(efforts(level, request.device, shares.policy, on_node)):
+        tried = efforts(level, request.device, shares.policy, on_node, request.needs.lora_rank)
+        for number, effort in enumerate(tried):
             try:
                 config, keys = _config(request, level, shares, effort)
                 plan = plan or plan_for(config, list(request.nodes))

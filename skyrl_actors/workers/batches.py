@@ -14,7 +14,7 @@ from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.transport.device_memory import free_unused
 from skyrl_actors.workers.interface import Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory, collective
-from skyrl_actors.workers.models import TrainedModel, adapter_states
+from skyrl_actors.workers.models import TrainedModel, adapters_of
 from skyrl_actors.workers.paging import AdapterPager
 from skyrl_actors.workers.pass_inputs import refuse_images
 from skyrl_actors.workers.pass_part import PassPart
@@ -57,8 +57,16 @@ class BatchRunner:
 
     def _fitting(self, parts: list[PassPart]) -> list[list[PassPart]]:
         """Split the parts into batches whose adapters fit on the device at once."""
-        size = self._spec.max_adapters
-        return [parts[start : start + size] for start in range(0, len(parts), size)]
+        batches: list[list[PassPart]] = []
+        room = 0
+        for part in parts:
+            rank = part.model.spec.lora.rank if part.model.spec.lora else 0
+            if rank > room:
+                batches.append([])
+                room = self._spec.adapter_room
+            batches[-1].append(part)
+            room -= rank
+        return batches
 
     def _output(self, part: PassPart, seconds: float) -> RowOutput:
         field = "values" if part.model.spec.role == "critic" else "logprobs"
@@ -82,7 +90,7 @@ class BatchRunner:
         When memory runs out, run them again with half the budget, if all added gradients can be
         undone.
         """
-        self._pager.use(adapter_states([part.model for part in parts]))
+        self._pager.use(adapters_of([part.model for part in parts]))
         self._factory.bind(parts[0].model)
         refuse_images(parts[0].model.network, parts)
         # Other ranks can have added the rows that this rank refuses. Then the model is rebuilt on

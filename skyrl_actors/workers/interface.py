@@ -44,8 +44,8 @@ class WorkerSpec:
     score_uncounted: bool = True
     preload: bool = True
     export_dtype: str = "float32"  # of full weights that are sent to engines
-    max_adapters: int = 8  # on the device at once
-    max_rank: int = 32  # of adapters
+    max_adapters: int = 8  # of `max_rank` on the device at once
+    max_rank: int = 32
     environment: tuple[tuple[str, str], ...] = ()  # the config's; a rank with others is restarted
     router_replay: bool = False  # requests can bring the experts of their tokens
     hosts_engine: bool = False  # in its process; one of another class is restarted
@@ -54,6 +54,11 @@ class WorkerSpec:
     def mesh_ranks(self) -> int:
         """The number of ranks that share a JAX mesh; 1 for other strategies."""
         return mesh_ranks(self.strategy)
+
+    @property
+    def adapter_room(self) -> int:
+        """The most that the ranks of the adapters on the device add up to."""
+        return self.max_adapters * self.max_rank
 
     @property
     def ranks_of_rows(self) -> int:

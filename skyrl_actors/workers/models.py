@@ -17,7 +17,8 @@ from skyrl_actors.workers.network import (
     Network,
     Segment,
 )
-from skyrl_actors.workers.state import TrainState, WholeState, is_whole
+from skyrl_actors.workers.paging import Adapter
+from skyrl_actors.workers.state import TrainState, is_whole
 from skyrl_actors.workers.versions import LiveVersions
 
 
@@ -49,12 +50,12 @@ class TrainedModel:
         return Segment(num_tokens, views, scale, processing)
 
 
-def adapter_states(models: Iterable[TrainedModel]) -> dict[str, WholeState]:
-    """Return the states of the adapters among these models, by model id."""
+def adapters_of(models: Iterable[TrainedModel]) -> dict[str, Adapter]:
+    """Return the adapters among these models, by model id."""
     return {
-        model.spec.model_id: model.state
+        model.spec.model_id: Adapter(model.state, model.spec.lora.rank)
         for model in models
-        if model.shares_network and is_whole(model.state)
+        if model.spec.lora is not None and is_whole(model.state)
     }
 
 

@@ -7,6 +7,7 @@ bit of it.
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,40 +20,53 @@ PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 HOST = torch.device("cpu")
 
 
-class AdapterPager:
-    """Keep at most `limit` adapters on the device, by least recent use."""
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The state of an adapter, and the rank by which its memory grows."""
 
-    def __init__(self, limit: int, device: torch.device):
-        self.limit = limit
+    state: WholeState
+    rank: int
+
+
+class AdapterPager:
+    """Keep adapters on the device whose ranks add up to at most `room`, by least recent use."""
+
+    def __init__(self, room: int, device: torch.device):
+        self.room = room
         self._device = device
-        self._on_device: OrderedDict[str, WholeState] = OrderedDict()  # least recently used first
+        self._on_device: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
         self._parts: set[MemoryPart] = set(PARTS)  # on the device in the current phase
 
     def is_on_device(self, model_id: str) -> bool:
         return model_id in self._on_device
 
-    def add(self, model_id: str, state: WholeState) -> None:
+    def add(self, model_id: str, adapter: Adapter) -> None:
         """Register a model that was created on the device, after `make_room`."""
-        self._on_device[model_id] = state
+        self._on_device[model_id] = adapter
 
-    def use(self, adapters: Mapping[str, WholeState]) -> None:
-        """Bring at most `limit` adapters to the device. The least recently used ones leave."""
+    def use(self, adapters: Mapping[str, Adapter]) -> None:
+        """Bring adapters that fit together to the device. The least recently used ones leave."""
         absent = [model_id for model_id in adapters if model_id not in self._on_device]
-        self.make_room(len(absent), keep=adapters)
+        self.make_room(sum(adapters[model_id].rank for model_id in absent), keep=adapters)
         for model_id in absent:
             self._on_device[model_id] = adapters[model_id]
             for part in PARTS:
                 if part in self._parts:
-                    adapters[model_id].move(part, self._device)
+                    adapters[model_id].state.move(part, self._device)
         for model_id in adapters:
             self._on_device.move_to_end(model_id)
 
-    def make_room(self, count: int = 1, keep: Collection[str] = ()) -> None:
-        """Move adapters to host memory until `count` more fit."""
-        idle = [model_id for model_id in self._on_device if model_id not in keep]
-        leaving = idle[: max(0, len(self._on_device) + count - self.limit)]
-        for model_id in leaving:
-            state = self._on_device.pop(model_id)
+    def make_room(self, rank: int, keep: Collection[str] = ()) -> None:
+        """Move adapters to host memory until those of `rank` in sum fit too."""
+        excess = sum(adapter.rank for adapter in self._on_device.values()) + rank - self.room
+        leaving: list[WholeState] = []
+        for model_id in [name for name in self._on_device if name not in keep]:
+            if excess <= 0:
+                break
+            adapter = self._on_device.pop(model_id)
+            excess -= adapter.rank
+            leaving.append(adapter.state)
+        for state in leaving:
             state.free_empty_gradients()
             for part in PARTS:
                 state.move(part, HOST)

@@ -33,7 +33,7 @@ from skyrl_actors.workers.interface import (
     WorkerSpec,
 )
 from skyrl_actors.workers.model_factory import ModelFactory, collective, info_of
-from skyrl_actors.workers.models import TrainedModel, adapter_states
+from skyrl_actors.workers.models import TrainedModel, adapters_of
 from skyrl_actors.workers.paging import AdapterPager
 from skyrl_actors.workers.pass_part import PassPart
 from skyrl_actors.workers.snapshot import UnwrittenCopies, copy_of
@@ -50,7 +50,7 @@ class TorchWorker:
         self.spec = spec
         self.device = torch.device(DEVICE_TYPES[spec.device])
         self.models: dict[str, TrainedModel] = {}
-        self._pager = AdapterPager(spec.max_adapters, self.device)
+        self._pager = AdapterPager(spec.adapter_room, self.device)
         self._model_factory: ModelFactory | None = None
         self._copies = UnwrittenCopies()
         torch.set_num_threads(spec.num_threads)
@@ -113,14 +113,14 @@ class TorchWorker:
         self.model_factory.release()
         self._free(spec.model_id)  # an earlier instance of the same model
         if spec.lora is not None:
-            self._pager.make_room()
+            self._pager.make_room(spec.lora.rank)
         try:
             model = self.models[spec.model_id] = self.model_factory.make(spec)
         except ConfigError as error:
             # Raised for the model's own network, or for a base that loads with the first model.
             raise InvalidRequest(str(error)) from error
-        if model.shares_network and is_whole(model.state):
-            self._pager.add(spec.model_id, model.state)
+        for name, adapter in adapters_of([model]).items():
+            self._pager.add(name, adapter)
         return model.state.num_parameters
 
     def delete_model(self, model_id: str) -> None:
@@ -160,7 +160,7 @@ class TorchWorker:
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         model = self._model(model_id)
         model.versions.end(self._patience_s)
-        self._pager.use(adapter_states([model]))
+        self._pager.use(adapters_of([model]))
         norm = collective(self.spec, lambda: model.state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
@@ -187,7 +187,7 @@ class TorchWorker:
         mixed: tuple[str, float] | None = None,
     ) -> None:
         self._model(model_id).versions.end(self._patience_s)
-        self._pager.use(adapter_states([self._model(model_id)]))
+        self._pager.use(adapters_of([self._model(model_id)]))
         other = None if mixed is None else (Path(mixed[0]), mixed[1])
         self._gathering(
             model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other)

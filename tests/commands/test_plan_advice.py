@@ -67,6 +67,12 @@ def test_a_job_with_adapters_reserves_no_full_fine_tune_and_its_own_rank():
     assert rows != dict(re.findall(r"^(policy adapters)\s+(\d\.\d+)", wider, re.M))
 
 
+def test_a_cache_that_does_not_hold_one_sequence_is_refused_as_serve_does():
+    shape = ("--gpus", "1xRTX4090", "--model", f"{SHAPES}/qwen3-1.7b")
+    code, text = planned("configs/one_gpu_24gb.yaml", *shape, "engine.kv_cache_bytes=536870912")
+    assert code == 2 and "holds 4681 tokens" in text and "max_model_len=4096" in text, text
+
+
 def test_a_reference_of_another_kind_keeps_its_room():
     reference = "job.reference={type: checkpoint, path: /somewhere}"
     keys = ("job.lora_rank=8", "job.kl={place: loss, coef: 0.1}", reference)

@@ -55,7 +55,8 @@ class Run:
                 num_threads=1,
                 microbatch_tokens=64,
                 collective_timeout_s=60.0,
-                max_adapters=1,  # one of two adapters at a time is on the device
+                max_adapters=1,
+                max_rank=4,  # one of two adapters at a time is on the device
                 **{"dtype": "float32", "role": "policy", **case},
             )
         )

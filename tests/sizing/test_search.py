@@ -210,14 +210,16 @@ def test_a_job_gets_the_groups_that_it_uses(tmp_path: Path):
     job = ROOT / "configs" / "jobs" / "grpo_tiny.yaml"
     nodes = nodes_of("1xRTX4090")
     asked, rest = job_request(job, model, ["cluster.http.port=8001", "job.lora_rank=8"], nodes)
-    assert asked.needs == Needs(critic=False, full_models=False)
+    assert asked.needs == Needs(critic=False, full_models=False, lora_rank=32)
     choice = choose(asked)
     file = written(asked, choice, rest, tmp_path / "job.yaml")
     config = load(file, (), JobConfig)
     assert config.cluster == choice.config and config.cluster.critic is None
     assert config.cluster.http.port == 8001 and config.job.type == "grpo"
     whole, _ = job_request(job, model, ["job.lora_rank=null"], nodes)
-    assert whole.needs == Needs(critic=False, full_models=True)
+    assert whole.needs == Needs(critic=False, full_models=True, lora_rank=32)
+    high, _ = job_request(job, model, ["job.lora_rank=48"], nodes)
+    assert high.needs.lora_rank == 64
     critic, _ = job_request(ROOT / "configs" / "jobs" / "ppo_tiny.yaml", model, [], nodes)
     assert critic.needs.critic is True
     with pytest.raises(ConfigError, match=r"job\.\w*.*clip"):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, OptimizerName, Role
 from skyrl_actors.workers import adamw8bit, flat, optimizers
+from skyrl_actors.workers.batches import BatchRunner
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
@@ -54,6 +55,7 @@ def worker_for(base: Path, places: int, role: Role = "policy") -> TorchWorker:
         microbatch_tokens=64,
         collective_timeout_s=60.0,
         max_adapters=places,
+        max_rank=4,
     )
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
@@ -128,7 +130,7 @@ def test_paging_two_alternating_tenants_changes_no_bit(
             model_id=name,
             base_model="tiny",
             role=role,
-            lora=LoraSpec(rank=4 + i),
+            lora=LoraSpec(rank=4 - i),
             seed=i,
             optimizer=optimizer,
         )
@@ -226,6 +228,36 @@ def tensors_of(held: FlatState) -> list[Tensor]:
         for t in (held.weights, held.gradients, *held.optimizer_tensors().values(), *views)
         if t is not None
     ]
+
+
+def test_adapters_of_lower_ranks_share_the_places_of_the_largest(
+    base: Path, moves: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    worker = worker_for(base, 2)
+    ranks = {"a": 4, "b": 2, "c": 2}
+    for i, (name, rank) in enumerate(ranks.items()):
+        worker.create_model(
+            ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=rank), seed=i)
+        )
+    assert on_device(worker) == ["a", "b", "c"]
+    computed(worker, "a", 1, "cross_entropy")
+    worker.create_model(ModelSpec(model_id="d", base_model="tiny", lora=LoraSpec(rank=1)))
+    assert on_device(worker) == ["a", "c", "d"], "b was used longest ago, and enough room is free"
+
+    sizes: list[list[str]] = []
+    run = BatchRunner._run_batch  # type: ignore[reportPrivateUsage]
+
+    def seen(self: BatchRunner, parts: Any, forward_only: bool) -> Any:
+        sizes.append([part.model.spec.model_id for part in parts])
+        return run(self, parts, forward_only)
+
+    monkeypatch.setattr(BatchRunner, "_run_batch", seen)
+    inputs = inputs_of("cross_entropy")
+    calls = [part(name, batch(1, (9,), inputs), "cross_entropy", {}) for name in "dabc"]
+    outputs = worker.forward_backward(tuple(calls), True)
+    assert all(isinstance(one, RowOutput) for one in outputs)
+    assert sizes == [["d", "a", "b"], ["c"]]
+    assert on_device(worker) == ["a", "b", "c"]
 
 
 def test_an_idle_adapter_leaves_nothing_on_the_device(base: Path, moves: list[int]):
