@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from skyrl_actors.backends.kv_cache import too_small
 from skyrl_actors.backends.memory_demands import shape_in
+from skyrl_actors.backends.weight_files import check_weights
 from skyrl_actors.config.base_models import (
     BaseModelConfig,
     PretrainedBase,
@@ -56,6 +57,7 @@ def base_model_folder(
                 f"base_model.path {folder}: no config.json there; give a folder in "
                 "Hugging Face format"
             )
+        check_weights(folder)
         return folder
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
