@@ -44,7 +44,7 @@ def test_missing_weights_are_named(folder: Path):
 def test_a_pointer_in_place_of_weights_is_named(folder: Path):
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
     (folder / "model-2-of-2.safetensors").write_text(text)
-    with pytest.raises(ConfigError, match="model-2-of-2.safetensors is a pointer of Git LFS"):
+    with pytest.raises(ConfigError, match=r"model-2-of-2\.safetensors is a pointer of Git LFS"):
         found(folder)
 
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -174,22 +174,23 @@ class Ran:
         return self.outcome == "ok"
 
 
-def installed() -> Path:
-    """Install the cookbook and what is missing for it here. Return the folder."""
-    folder = CACHE / f"{VERSION}-py{sys.version_info.major}{sys.version_info.minor}"
+def installed(tools: Sequence[str] = ()) -> Path:
+    """Install the cookbook, tools, and what is missing for them here. Return the folder."""
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    folder = CACHE / "-".join((VERSION, *tools, python))
     if not folder.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE, prefix=".partial-") as scratch:
             staging = Path(scratch) / "packages"
             _pip("install", "--no-deps", "--target", str(staging), f"tinker-cookbook=={VERSION}")
-            missing = _missing(staging)
+            missing = _missing(staging, tools)
             if missing:
                 _pip("install", "--no-deps", "--target", str(staging), *missing)
             staging.rename(folder)
     return folder
 
 
-def _missing(folder: Path) -> list[str]:
+def _missing(folder: Path, tools: Sequence[str]) -> list[str]:
     """Return exact versions of packages that the cookbook needs and this environment lacks."""
     (cookbook,) = distributions(name="tinker-cookbook", path=[str(folder)])
     needed = [Requirement(text) for text in cookbook.requires or ()]
@@ -198,7 +199,7 @@ def _missing(folder: Path) -> list[str]:
         for r in needed
         if r.name != UNAVAILABLE and (r.marker is None or r.marker.evaluate({"extra": EXTRA}))
     ]
-    plain = [f"{r.name}{r.specifier}" for r in wanted]
+    plain = [*(f"{r.name}{r.specifier}" for r in wanted), *tools]
     report = json.loads(_pip("install", "--dry-run", "--report", "-", *plain))
     return [
         f"{item['metadata']['name']}=={item['metadata']['version']}" for item in report["install"]
@@ -241,10 +242,10 @@ def prepare(work: Path, model: str, tokenizer: Path) -> None:
     (work / model).parent.mkdir(parents=True, exist_ok=True)
     (work / model).symlink_to(tokenizer.resolve())
     chats = work / "HuggingFaceH4" / "no_robots"
-    _write_rows(chats / "train.jsonl", [{"messages": _chat(i)} for i in range(480)])
-    _write_rows(chats / "test.jsonl", [{"messages": _chat(i)} for i in range(16)])
+    write_rows(chats / "train.jsonl", [{"messages": _chat(i)} for i in range(480)])
+    write_rows(chats / "test.jsonl", [{"messages": _chat(i)} for i in range(16)])
     sums = work / "openai" / "gsm8k"
-    _write_rows(
+    write_rows(
         sums / "main" / "train.jsonl",
         [{"question": _question(i), "answer": "#### 4"} for i in range(64)],
     )
@@ -284,7 +285,7 @@ def _chat(i: int) -> list[Row]:
     ]
 
 
-def _write_rows(path: Path, rows: list[Row]) -> None:
+def write_rows(path: Path, rows: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -344,7 +345,7 @@ def _resume_from(earlier: Path, log: Path) -> None:
     """
     checkpoints = _read_rows(earlier / "checkpoints.jsonl")
     if checkpoints:
-        _write_rows(log / "checkpoints.jsonl", [{**checkpoints[-1], "batch": 0}])
+        write_rows(log / "checkpoints.jsonl", [{**checkpoints[-1], "batch": 0}])
 
 
 def _judge(recipe: Recipe, ended: str, rows: list[Row], seconds: float, output: str) -> Ran:
