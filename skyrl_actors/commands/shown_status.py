@@ -23,7 +23,8 @@ def show_status(content: dict[str, Any]) -> None:
     if "standby" in content:
         console.print(f"controller {content['process']}  standby {content['standby'] or 'none'}")
     bases: dict[str, dict[str, Any]] = content.get("base_models", {})
-    show_rows("base models", [{"name": name, **_plain(base)} for name, base in bases.items()])
+    if bases:
+        show_rows("base models", [{"name": name, **_plain(base)} for name, base in bases.items()])
     show_rows("models", content["models"])
     show_rows("groups", [_row_of(*item) for item in content.get("groups", {}).items()])
     show_rows("engines", content.get("engines", []))

@@ -47,6 +47,23 @@ def test_a_port_with_a_service_of_this_project_passes():
         server.server_close()
 
 
+def test_a_dashboard_of_ray_that_wants_a_token_passes():
+    class Guarded(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+            self.wfile.write(b"Unauthorized: Missing authentication token")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (finding,) = doctor._ports((server.server_port,))
+        server.shutdown()
+    assert finding.good and finding.what.endswith("Ray's dashboard runs there")
+
+
 def test_a_wrong_version_is_reported_with_a_remedy(monkeypatch):
     real = doctor.importlib.metadata.version
     monkeypatch.setattr(

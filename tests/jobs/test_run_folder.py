@@ -180,10 +180,19 @@ def test_newest_and_best_checkpoints_are_kept_and_a_full_disk_only_warns(tmp_pat
     again.close()
 
 
-def test_a_run_of_an_earlier_version_resumes_with_fewer_adapters(tmp_path: Path):
-    """Jobs with adapters reserve less than earlier versions did, which changes no result."""
-    before = "cluster: {lora: {max_rank: 32, max_full_models: 1}}\njob: {seed: 1}\n"
-    now = "cluster: {lora: {max_rank: 8, max_full_models: 0}}\njob: {seed: 1}\n"
+def test_a_run_of_an_earlier_version_resumes_with_fewer_adapters_and_other_places(tmp_path: Path):
+    """Jobs with adapters reserve less than earlier versions did, which changes no result.
+
+    A job has its own journal. Default places were in the current folder.
+    """
+    before = (
+        "cluster: {lora: {max_rank: 32, max_full_models: 1}, checkpoint_dir: checkpoints, "
+        "journal: {folder: journal}}\njob: {seed: 1}\n"
+    )
+    now = (
+        "cluster: {lora: {max_rank: 8, max_full_models: 0}, checkpoint_dir: /home/c, "
+        "journal: {folder: /home/j}}\njob: {seed: 1}\n"
+    )
     first = open_run(tmp_path, "r", before, True)
     first.keep(State(step=3, models={}, job={}))
     first.close()
