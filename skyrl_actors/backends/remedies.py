@@ -62,18 +62,24 @@ def remedies(config: ClusterConfig, source: Source, fits: Fits, over_engine: int
     changes = [change for change in _changes(config, over_engine) if change]
     if alone := [change for change in changes if suffices([change])]:
         return alone
-    taken: list[Change] = []
-    for change in changes:
-        if made([*taken, change]) is not None:
-            taken.append(change)
-        if suffices(taken):
-            break
-    else:
-        return []
-    for change in list(taken):
-        if suffices(fewer := [one for one in taken if one != change]):
-            taken = fewer
-    return [tuple(override for change in taken for override in change)]
+
+    def together(tried: Sequence[Change]) -> list[Change]:
+        taken: list[Change] = []
+        for change in tried:
+            if made([*taken, change]) is not None:
+                taken.append(change)
+            if suffices(taken):
+                break
+        else:
+            return []
+        for change in list(taken):
+            if suffices(fewer := [one for one in taken if one != change]):
+                taken = fewer
+        return [tuple(override for change in taken for override in change)]
+
+    # A cache that is too small for one sequence would spoil the others.
+    others = [change for change in changes if not change[0].startswith("engine.kv_cache_bytes")]
+    return together(changes) or together(others)
 
 
 def _changes(config: ClusterConfig, over_engine: int) -> Iterator[Change]:

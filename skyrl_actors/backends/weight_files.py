@@ -12,11 +12,12 @@ LONGEST_POINTER = 1024  # bytes
 
 def check_weights(folder: Path) -> None:
     """Raise ConfigError if weight files are missing or were not downloaded."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
+        others = " (convert *.bin with save_pretrained)" if any(folder.glob("*.bin")) else ""
         raise ConfigError(
-            f"base_model.path {folder}: no weights there (*.safetensors); give a folder with the "
-            "whole model"
+            f"base_model.path {folder}: no weights there in *.safetensors{others}; give a folder "
+            "with the whole model"
         )
     if missing := sorted(_named(folder / INDEX) - {file.name for file in files}):
         raise ConfigError(

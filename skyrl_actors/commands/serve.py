@@ -233,10 +233,12 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
 
     named = Path(arguments.get("config", "configs/cpu_tiny.yaml"))
     path = named if named.is_absolute() or named.exists() else PROJECT / named
-    config = with_absolute_paths(load(path, arguments.get("overrides", ())))
+    loaded = load(path, arguments.get("overrides", ()))
+    config = with_absolute_paths(loaded)
     try:
         running = find_controller(config.name)[0]
     except ValueError:
+        refuse_left_behind(loaded, Path.cwd())
         base_folders = cluster.prepare_base_models(config)
         with ExitStack() as undo:
             # the next deploy would otherwise find a controller that serves nothing

@@ -50,10 +50,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Clus
     try:
         return schema.model_validate(plain)
     except ValidationError as error:
-        # a default that follows from another key cannot be computed while that key has a fault
-        faults = [one for one in error.errors() if one["type"] != "default_factory_not_called"]
-        lines = [explain(fault, schema) for fault in faults]
+        lines = [explain(fault, schema) for fault in own_faults(error)]
         raise ConfigError("\n".join([f"{source}: {len(lines)} fault(s)", *lines])) from None
+    except ValueError as error:  # of a default that depends on the user
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def own_faults(error: ValidationError) -> list[ErrorDetails]:
+    """Return the faults of keys, without defaults that cannot follow from a key with a fault."""
+    return [one for one in error.errors() if one["type"] != "default_factory_not_called"]
 
 
 def raw(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from placement.memory import GIB, MemoryPlan, complaints
 from placement.shape import ModelShape
 from placement.types import Node, Plan
 from skyrl_actors.backends.demands import plan_for
-from skyrl_actors.backends.memory_demands import NUMBER_BYTES, memory_plan
+from skyrl_actors.backends.kv_cache import NUMBER_BYTES, too_small
+from skyrl_actors.backends.memory_demands import memory_plan
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.load import explain
+from skyrl_actors.config.load import explain, own_faults
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.sizing.candidates import (
     Effort,
@@ -176,11 +177,11 @@ def _fitting(request: Request, level: Level) -> tuple[list[Choice], str]:
 
 def _fault_of_layout(error: ValidationError) -> str:
     """Return why keys do not go together. Raise ConfigError for a key that is wrong by itself."""
-    wrong = [one for one in error.errors() if one["type"] != "value_error"]
+    wrong = [one for one in own_faults(error) if one["type"] != "value_error"]
     if wrong:
         faults = [explain(one, ClusterConfig) for one in wrong]
         raise ConfigError("\n".join([f"{len(faults)} fault(s)", *faults])) from None
-    return explain(error.errors()[0], ClusterConfig).strip()
+    return explain(own_faults(error)[0], ClusterConfig).strip()
 
 
 def _config(
@@ -226,7 +227,7 @@ def _judged(
         size = _largest_kv(config, shape, memory, least)
         config, keys = _with_kv(config, keys, size)
     memory = memory_plan(config, shape, plan, nodes)
-    if short := complaints(memory, with_keys=False):
+    if short := [*complaints(memory, with_keys=False), *too_small(config, shape)]:
         return None, short[0]
     hosts = len({slot.node for slot in plan.slots_of("policy")})
     cost = cost_of(config, shape, memory, request.kind, hosts)

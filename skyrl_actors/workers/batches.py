@@ -60,7 +60,8 @@ class BatchRunner:
         batches: list[list[PassPart]] = []
         room = 0
         for part in parts:
-            rank = part.model.spec.lora.rank if part.model.spec.lora else 0
+            lora = part.model.spec.lora
+            rank = self._spec.room_of(lora.rank) if lora else 0
             if rank > room:
                 batches.append([])
                 room = self._spec.adapter_room

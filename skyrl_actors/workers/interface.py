@@ -11,7 +11,12 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig, mesh_ranks
+from skyrl_actors.config.strategies import (
+    JaxStrategy,
+    ReplicaStrategy,
+    StrategyConfig,
+    mesh_ranks,
+)
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.device_usage import DeviceUsage
 from skyrl_actors.messages.errors import InvalidRequest
@@ -59,6 +64,13 @@ class WorkerSpec:
     def adapter_room(self) -> int:
         """The most that the ranks of the adapters on the device add up to."""
         return self.max_adapters * self.max_rank
+
+    def room_of(self, lora_rank: int) -> int:
+        """Return the part of `adapter_room` of one adapter.
+
+        JAX keeps whole places, because it pads the adapters of a pass to one rank.
+        """
+        return self.max_rank if isinstance(self.strategy, JaxStrategy) else lora_rank
 
     @property
     def ranks_of_rows(self) -> int:

@@ -26,10 +26,17 @@ def found(folder: Path) -> Path:
 
 def test_a_whole_model_is_accepted(folder: Path):
     assert found(folder) == folder
+
+
+def test_weights_that_trainers_cannot_read_are_named(folder: Path):
     for file in folder.glob("model*"):
         file.unlink()
+    (folder / "model.safetensors").symlink_to(folder / "blobs")
+    with pytest.raises(ConfigError, match="no weights there"):
+        found(folder)
     (folder / "pytorch_model.bin").write_bytes(b"\0")
-    assert found(folder) == folder
+    with pytest.raises(ConfigError, match=r"convert \*\.bin"):
+        found(folder)
 
 
 def test_missing_weights_are_named(folder: Path):

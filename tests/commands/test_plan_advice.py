@@ -40,6 +40,12 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
         ("configs/colocated_1x8.yaml", "--gpus", "8xRTX4090", "--model", f"{SHAPES}/qwen3-8b"),
         ("configs/colocated_1x8.yaml", "engine.kv_cache_bytes=72000000000", "--gpus", "8xH100"),
         ("configs/jobs/ppo_tiny.yaml", *JOB, "--gpus", "1xH100", "--model", f"{SHAPES}/qwen3-1.7b"),
+        (  # a part of this cache would hold no sequence
+            *("configs/one_gpu_80gb.yaml", "engine.max_model_len=8192", "policy.dtype=float32"),
+            *("engine.kv_cache_bytes=2415919104", "critic.dtype=float32", "--gpus", "1xH100"),
+            *("policy.activations=keep", "critic.activations=keep"),
+            *("--model", f"{SHAPES}/qwen3-8b"),
+        ),
         (
             *("configs/jobs/grpo_tiny.yaml", *JOB, "job.lora_rank=16", "--gpus", "1xL40S"),
             *("--model", f"{SHAPES}/qwen3-8b"),

@@ -32,18 +32,39 @@ def places(config: ClusterConfig, home: Path) -> tuple[str, str]:
 def test_each_service_and_base_model_has_its_own_folder(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model = "skyrl-actors/skyrl-actors-tiny"
+    model = "skyrl-actors/skyrl-actors--tiny"
     assert places(load(TINY), home) == (f"{model}/journal", f"{model}/checkpoints")
     other = load(TINY, ["name=b", "base_model.name=Qwen/Qwen3-8B", "journal.snapshot_s=5"])
-    assert places(other, home) == ("b/Qwen-Qwen3-8B/journal", "b/Qwen-Qwen3-8B/checkpoints")
+    assert places(other, home) == ("b/Qwen--Qwen3-8B/journal", "b/Qwen--Qwen3-8B/checkpoints")
     several = load("configs/cpu_catalogue.yaml")
-    assert places(several, home)[0] == "skyrl-actors/several/journal"
+    assert places(several, home)[0] == "skyrl-actors/several-base-models/journal"
     for own in several.served().values():
         assert places(own, home) == places(several, home)
     odd = load(TINY, ["base_model.name=../../x"])
     assert places(odd, home)[0] == "skyrl-actors/x/journal"
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "elsewhere"))
     assert load(TINY).journal.folder.is_relative_to(home / "elsewhere/skyrl-actors")
+
+
+def test_two_folders_of_one_name_are_two_base_models(home: Path):
+    def place(path: str) -> Path:
+        keys = ["base_model.type=pretrained", "base_model.name=checkpoint"]
+        return load(TINY, [*keys, f"base_model.path={path}"]).journal.folder
+
+    assert place("runs/one/checkpoint") != place("runs/two/checkpoint")
+    assert place("runs/one/checkpoint") == place(f"{home}/runs/one/checkpoint")
+
+
+def test_without_a_home_folder_places_must_be_named(monkeypatch: pytest.MonkeyPatch, home: Path):
+    def missing(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", missing)
+    for given in ([], ["journal.folder=/j"]):
+        with pytest.raises(ConfigError, match=r"no home folder .* XDG_STATE_HOME, or journal"):
+            load(TINY, given)
+    config = load(TINY, ["journal.folder=/j", "checkpoint_dir=/c"])
+    refuse_left_behind(config, home)
 
 
 def test_what_a_config_names_stays():
@@ -69,6 +90,11 @@ def test_a_journal_of_an_earlier_version_is_not_forgotten(home: Path):
         begin("journal.folder=journal")
         (home / old / "journal.json").unlink()
     (home / "journal/journal.json").touch()
+    (home / "checkpoints/.sessions").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"checkpoints has the checkpoints .*checkpoint_dir="):
+        begin("journal.folder=journal")
+    begin("journal.folder=journal", "checkpoint_dir=checkpoints")
+    load(TINY).checkpoint_dir.mkdir(parents=True)
     new = load(TINY).journal.folder
     new.mkdir(parents=True)
     (new / "journal.json").touch()

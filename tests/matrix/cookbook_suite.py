@@ -39,7 +39,7 @@ TUTORIALS = (
     "501_export_hf",
     "502_lora_adapter",
 )
-TOOLS = ("marimo", "litellm")  # tutorials are notebooks of the first
+TOOLS = ("marimo==0.25.2", "litellm==1.110.2")  # tutorials are notebooks of the first
 # Tokens that the cookbook's renderer for these models needs.
 RENDERED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CONTEXT = 4096

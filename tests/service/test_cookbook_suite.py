@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 
@@ -10,7 +11,7 @@ from skyrl_actors.config.load import load
 from tests.matrix import cookbook_suite
 from tests.service.own_service import own_service
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,11 @@ def test_its_tests_pass(served: tuple[Path, str]):
 def test_its_tutorials_run_to_their_end(served: tuple[Path, str]):
     failed: list[str] = []
     for name in cookbook_suite.TUTORIALS:
-        code, output, seconds = cookbook_suite.ran(*served, [f"tutorials/{name}.py"], 200)
+        try:
+            code, output, seconds = cookbook_suite.ran(*served, [f"tutorials/{name}.py"], 150)
+        except TimeoutExpired as error:
+            failed.append(str(error))
+            continue
         print(f"{name}: {seconds:.0f} s")
         if code:
             failed.append(f"{name} ended with {code}:\n{output[-1000:]}")

@@ -180,6 +180,16 @@ def test_gpus_of_unknown_memory_are_refused():
     assert choose(known).config.placement.device_memory_gib == 79
 
 
+def test_a_pinned_cache_shortens_the_context():
+    asked = request("Qwen3-1.7B", "1xRTX4090", pinned={"engine": {"kv_cache_bytes": 2**29}})
+    assert choose(asked).config.engine.max_model_len == 4096
+
+
+def test_a_wrong_pin_is_one_fault():
+    with pytest.raises(ConfigError, match=r"^1 fault\(s\)\n  policy\.num_ranks: "):
+        choose(request("Qwen3-1.7B", "1xRTX4090", pinned={"policy": {"num_ranks": "abc"}}))
+
+
 @pytest.mark.parametrize(
     ("file", "model", "gpus", "pinned"),
     [
