@@ -42,6 +42,11 @@ def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | N
     engine, folder = copying.engine_of(wanted.journal)
     if not (folder / opening.MARKER).is_file():
         raise ConfigError(f"{folder} is no journal; set journal.folder to one")
+    if not (checkpoints := wanted.checkpoint_dir.expanduser()).is_dir():  # a start creates it
+        raise ConfigError(
+            f"{checkpoints} does not exist; set checkpoint_dir to the folder of this service's "
+            "checkpoints"
+        )
     staging = _staging(target)
     previous = None if since is None else _previous(since)
     began = time.monotonic()
@@ -49,7 +54,7 @@ def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | N
         with copying.held(folder):
             mirror = mirror_of(wanted.journal.mirror)
             files = _copied_journal(engine, folder, staging / JOURNAL, previous, mirror)
-            files |= _copied_checkpoints(wanted.checkpoint_dir, staging / CHECKPOINTS)
+            files |= _copied_checkpoints(checkpoints, staging / CHECKPOINTS)
         about = {"service": wanted.name, "made_at": time.time()}
         write_manifest(staging, files, about)
         staging.rename(target)

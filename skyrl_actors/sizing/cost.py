@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from placement.devices import DeviceKind
 from placement.memory import ALL, MemoryPlan
 from placement.shape import ModelShape
-from skyrl_actors.backends.memory_demands import NUMBER_BYTES
+from skyrl_actors.backends.kv_cache import NUMBER_BYTES
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import Fsdp2Strategy

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from placement.memory import GIB, PHASES
 from placement.shape import ModelShape
-from skyrl_actors.backends.memory_demands import NUMBER_BYTES
+from skyrl_actors.backends.kv_cache import NUMBER_BYTES
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.groups import GroupConfig
 from skyrl_actors.config.strategies import Fsdp2Strategy

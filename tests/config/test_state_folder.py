@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_actors.commands import serve
 from skyrl_actors.commands.left_behind import refuse_left_behind
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
@@ -75,6 +76,17 @@ def test_what_a_config_names_stays():
 def test_a_job_finds_the_checkpoints_of_the_service_of_its_base_model():
     job = load("configs/jobs/grpo_tiny.yaml", schema=JobConfig)
     assert job.cluster.checkpoint_dir == load(TINY).checkpoint_dir
+
+
+def test_a_first_deploy_does_not_forget_it_either(home: Path, monkeypatch: pytest.MonkeyPatch):
+    def none_runs(name: str) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(serve, "find_controller", none_runs)
+    (home / "journal").mkdir()
+    (home / "journal/journal.json").touch()
+    with pytest.raises(ConfigError, match="journal has the journal of an earlier service"):
+        serve.deployed_application({"config": TINY})
 
 
 def test_a_journal_of_an_earlier_version_is_not_forgotten(home: Path):

@@ -234,6 +234,9 @@ def test_wrong_places_are_refused(stopped: JournalConfig, tmp_path: Path):
         backup(CONFIG, tmp_path / "copy", options, None)
     with pytest.raises(ConfigError, match="is no journal"):
         backup(CONFIG, tmp_path / "b", in_folder(tmp_path / "x"), None)
+    with pytest.raises(ConfigError, match="does not exist; set checkpoint_dir"):
+        backup(CONFIG, tmp_path / "b", [*options, f"checkpoint_dir={tmp_path / 'typo'}"], None)
+    assert not (tmp_path / "b").exists()
     with pytest.raises(ConfigError, match="is no complete backup"):
         restore(stopped.folder, CONFIG, options)
     with pytest.raises(ConfigError, match="is not empty; restore into empty folders"):

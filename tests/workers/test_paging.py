@@ -1,6 +1,8 @@
 """Adapters leave the device while idle and return when used, with the same numbers bit by bit."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from skyrl_actors.config.strategies import JaxStrategy, ReplicaStrategy
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, OptimizerName, Role
 from skyrl_actors.workers import adamw8bit, flat, optimizers
 from skyrl_actors.workers.batches import BatchRunner
@@ -43,21 +46,22 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
+SPEC = WorkerSpec(
+    role="policy",
+    rank=0,
+    world_size=1,
+    base_folder="",
+    dtype="float32",
+    device="cpu",
+    num_threads=1,
+    microbatch_tokens=64,
+    collective_timeout_s=60.0,
+    max_rank=4,
+)
+
+
 def worker_for(base: Path, places: int, role: Role = "policy") -> TorchWorker:
-    spec = WorkerSpec(
-        role=role,
-        rank=0,
-        world_size=1,
-        base_folder=str(base),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        microbatch_tokens=64,
-        collective_timeout_s=60.0,
-        max_adapters=places,
-        max_rank=4,
-    )
-    worker = TorchWorker(spec)
+    worker = TorchWorker(replace(SPEC, role=role, base_folder=str(base), max_adapters=places))
     worker.setup("127.0.0.1", 0)
     return worker
 
@@ -258,6 +262,25 @@ def test_adapters_of_lower_ranks_share_the_places_of_the_largest(
     assert all(isinstance(one, RowOutput) for one in outputs)
     assert sizes == [["d", "a", "b"], ["c"]]
     assert on_device(worker) == ["a", "b", "c"]
+
+
+def test_jax_gives_every_adapter_a_whole_place():
+    """It pads the adapters of a pass to one rank, and keeps as many as there are places."""
+    parts: list[Any] = [
+        SimpleNamespace(
+            model=SimpleNamespace(
+                spec=ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=1))
+            )
+        )
+        for name in NAMES
+    ]
+    strategies: tuple[Any, ...] = (ReplicaStrategy(), JaxStrategy())
+    for strategy, sizes in zip(strategies, ([3], [2, 1]), strict=True):
+        spec: Any = replace(SPEC, max_adapters=2, max_rank=4, strategy=strategy)
+        none: Any = None
+        runner = BatchRunner(spec, none, none, none)
+        fitting = runner._fitting(parts)  # type: ignore[reportPrivateUsage]
+        assert [len(batch) for batch in fitting] == sizes
 
 
 def test_an_idle_adapter_leaves_nothing_on_the_device(base: Path, moves: list[int]):
