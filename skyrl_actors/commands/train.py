@@ -8,7 +8,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,23 @@ def _with_ray(
         remove_old_sessions(Path(cluster.ray_folder()))
         cluster.start_local_ray(config.cluster)
     try:
-        return runner.run(_run(config, base_folder, recorder, start))
+        return _run_to_end(_run(config, base_folder, recorder, start), runner)
     finally:
         typed_ray.shutdown()
         if not joined:
             cluster.end_children()
         cluster.remove_scratch(config.cluster)
+
+
+def _run_to_end(job: Coroutine[Any, Any, RunOutcome], runner: asyncio.Runner) -> RunOutcome:
+    """Run the job and its cleanup, which needs Ray.
+
+    SIGTERM ends `runner.run` at once. Closing the loop then cancels the job, which cleans up.
+    """
+    try:
+        return runner.run(job)
+    finally:
+        runner.close()
 
 
 async def _run(

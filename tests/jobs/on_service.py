@@ -166,7 +166,9 @@ async def run(name: str, base: str, folder: Path) -> dict[str, Any]:
         kept = Checkpoints(
             open_run(folder, label.replace(" ", "-"), "job: {}", True), config.run, watcher
         )
-        outcome = await build(config, base, 512)(client, watcher, kept).run()
+        # In a thread, because rewards are tried in an event loop of their own.
+        start = await asyncio.to_thread(build, config, base, 512)
+        outcome = await start(client, watcher, kept).run()
         where = Path(outcome.checkpoint).parts[-3:]
         teacher = f"tinker://{where[0].replace('_', ':')}/{where[1]}/{where[2]}"
         found[label] = {
