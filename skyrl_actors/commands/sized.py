@@ -203,8 +203,7 @@ def job_file(job: Path, model: str, overrides: Sequence[str], file: Path | None)
 def _with_defaults(rest: Keys, needs: Needs, choice: Choice) -> Keys:
     keys: Keys = rest.get("job") or {}
     is_rl = keys.get("type") not in RATES
-    context = choice.config.engine.max_model_len
-    return {**rest, "job": for_real_model(keys, is_rl, bool(needs.critic), context)}
+    return {**rest, "job": for_real_model(keys, is_rl, bool(needs.critic), choice.config)}
 
 
 def _printed(request: Request, choice: Choice, rest: Keys, file: Path | None) -> Path:

@@ -11,6 +11,7 @@ import pytest
 
 from skyrl_actors.commands import init
 from skyrl_actors.commands.job_defaults import for_real_model
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import found, load
 from skyrl_actors.messages.errors import ConfigError
@@ -54,22 +55,52 @@ def test_shipped_configs_are_found_where_no_file_has_the_name(
         load("configs/none.yaml")
 
 
+BATCH = {"prompts": 128, "samples_per_prompt": 8, "epochs": 1}
+
+
 @pytest.mark.parametrize(
     ("job", "wanted"),
     [
         ({"type": "sft"}, {"learning_rate": 1e-5}),
         ({"type": "dpo", "lora_rank": 32}, {"learning_rate": 5e-6}),
-        ({"type": "grpo", "lora_rank": 32}, {"learning_rate": 1e-5, "max_tokens": 1024}),
-        ({"type": "grpo", "max_tokens": 7}, {"learning_rate": 1e-6, "max_tokens": 7}),
+        ({"type": "grpo", "lora_rank": 32}, {"learning_rate": 1e-5, "max_tokens": 1024, **BATCH}),
+        ({"type": "grpo", "max_tokens": 7}, {"learning_rate": 1e-6, "max_tokens": 7, **BATCH}),
+        (
+            {"type": "grpo", "samples_per_prompt": 16, "epochs": 3},
+            {"learning_rate": 1e-6, "max_tokens": 1024, "prompts": 64},
+        ),
     ],
 )
 def test_values_for_real_models_follow_the_kind_of_training(
     job: dict[str, object], wanted: dict[str, object]
 ):
     is_rl = job["type"] == "grpo"
-    assert for_real_model(job, is_rl, False, 16384) == wanted | job
-    with_critic = for_real_model({"type": "ppo"}, True, True, 1000)
+    assert for_real_model(job, is_rl, False, served("gpu", 16384)) == wanted | job
+
+
+def test_values_for_real_models_follow_critic_device_and_limits():
+    with_critic = for_real_model({"type": "ppo"}, True, True, served("gpu", 1000))
     assert with_critic["max_tokens"] == 500 and with_critic["critic_lr"] == 5e-6
+    assert (with_critic["prompts"], with_critic["samples_per_prompt"]) == (256, 4)
+    on_cpu = for_real_model({"type": "grpo"}, True, False, served("cpu", 1000))
+    assert (on_cpu["prompts"], on_cpu["samples_per_prompt"]) == (8, 8)
+    few = served("gpu", 1000, limits={"samples_in_flight": 2})
+    assert for_real_model({"type": "grpo"}, True, False, few)["samples_per_prompt"] == 2
+    refused = for_real_model({"type": "grpo", "samples_per_prompt": 0}, True, False, few)
+    assert refused["samples_per_prompt"] == 0 and "prompts" not in refused
+
+
+def served(device: str, context: int, **keys: object) -> ClusterConfig:
+    """Return a cluster's config with this device and context length."""
+    return ClusterConfig.model_validate(
+        {
+            "base_model": {"type": "tiny"},
+            "policy": {},
+            "engine": {"max_model_len": context},
+            "placement": {"device": device},
+            **keys,
+        }
+    )
 
 
 @pytest.mark.slow
