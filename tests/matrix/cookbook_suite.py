@@ -9,12 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
 from pathlib import Path
 
-from tests.matrix.cookbook import CACHE, VERSION, installed, write_rows
+from tests.matrix.cookbook import VERSION, installed, write_rows
+from tests.matrix.source_packages import unpacked
 
 SMALL, BASE = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base"
 TESTS = (
@@ -48,24 +47,6 @@ GSM8K = "---\nconfigs:\n- config_name: main\n  data_files:\n" + "".join(
 )
 
 
-def source() -> Path:
-    """Return the folder of the cookbook's source package, with its tests and tutorials."""
-    folder = CACHE / f"{VERSION}-source"
-    if not folder.is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE, prefix=".partial-") as scratch:
-            name = "tinker-cookbook"
-            command = ("download", "-q", "--no-deps", "--no-binary", name, "-d", scratch)
-            subprocess.run(
-                [sys.executable, "-m", "pip", *command, f"{name}=={VERSION}"], check=True
-            )
-            (archive,) = Path(scratch).glob("*.tar.gz")
-            with tarfile.open(archive) as packed:
-                packed.extractall(scratch, filter="data")
-            archive.with_suffix("").with_suffix("").rename(folder)
-    return folder
-
-
 def make_base(tiny: Path, folder: Path) -> None:
     """Write the tiny model with a head of its own, a longer context and the renderer's tokens."""
     import torch
@@ -87,7 +68,7 @@ def prepare(work: Path, tiny: Path) -> None:
     make_base(tiny, work / SMALL)
     (work / BASE).symlink_to(work / SMALL)
     for name in ("tests", "tutorials", "pyproject.toml"):
-        there = source() / name
+        there = unpacked("tinker-cookbook", VERSION) / name
         (shutil.copytree if there.is_dir() else shutil.copy)(there, work / name)
     chats = [_chat(i) for i in range(64)]
     write_rows(work / "allenai/tulu-3-sft-mixture/train.jsonl", chats)
