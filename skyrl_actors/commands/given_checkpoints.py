@@ -10,6 +10,7 @@ from typing import Any
 
 from skyrl_actors.config.algorithms import CheckpointReference
 from skyrl_actors.config.job import JobConfig, RlConfig
+from skyrl_actors.config.job_fields import LAYERS
 from skyrl_actors.config.supervised import RewardModelConfig
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest, NotFound
@@ -100,7 +101,16 @@ def _check_start(config: JobConfig, spec: Mapping[str, Any]) -> None:
             + ("full weights" if rank is None else f"an adapter of rank {rank}")
             + f"; set job.lora_rank={'null' if rank is None else rank}"
         )
+    for name in LAYERS if spec["lora"] else ():
+        wanted, there = getattr(config.job, name), spec["lora"].get(name)
+        if wanted is not None and there is not None and wanted != there:
+            shown = "with" if there else "without"
+            raise ConfigError(f"{key} has an adapter {shown} {name}; set job.{name}={_yaml(there)}")
     own = config.cluster.lora.alpha
     alpha = spec["lora"].get("alpha", own) if spec["lora"] else own
     if alpha != own:
         raise ConfigError(f"{key} has alpha {alpha:g}; set cluster.lora.alpha={alpha:g}")
+
+
+def _yaml(value: bool) -> str:
+    return str(value).lower()

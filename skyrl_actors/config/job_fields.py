@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from skyrl_actors.config.frozen import FrozenConfig
 
+LAYERS = ("train_attn", "train_mlp", "train_unembed")
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # A type with its own default repeats the field, with the same description.
 EPOCHS = "passes over the data; in RL over the samples of an iteration"
@@ -25,11 +26,18 @@ class JobFields(FrozenConfig):
     lora_rank: int | None = Field(
         default=None, ge=1, description="rank of the adapters; null = full fine-tune"
     )
+    train_attn: bool = Field(default=True, description="adapters have the attention layers")
+    train_mlp: bool = Field(default=True, description="adapters have the MLP layers and experts")
+    train_unembed: bool | None = Field(
+        default=None,
+        description="adapters have the output layer; null = where engines can sample with it",
+    )
     init_from: str | None = Field(
         default=None,
         description="checkpoint whose weights the trained model begins with: the folder of a run "
         "(its last weights) or of a checkpoint, or a tinker:// path in cluster.checkpoint_dir. Its "
-        "rank must be lora_rank. null = the base model",
+        "rank must be lora_rank, and its layers those of train_attn, train_mlp and train_unembed. "
+        "null = the base model",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any],
@@ -70,10 +78,24 @@ class JobFields(FrozenConfig):
 
     @model_validator(mode="after")
     def _final_share_is_used(self) -> "JobFields":
-        default = type(self).model_fields["final_lr_share"].default
-        if self.lr_schedule == "constant" and self.final_lr_share != default:
+        changed = self.final_lr_share != _default("final_lr_share")
+        if self.lr_schedule == "constant" and changed:
             raise ValueError(
                 "final_lr_share does nothing while lr_schedule is constant; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_of_adapters(self) -> "JobFields":
+        changed = [name for name in LAYERS if getattr(self, name) != _default(name)]
+        if self.lora_rank is None and changed:
+            raise ValueError(
+                f"{', '.join(changed)}: layers of adapters, and lora_rank null trains all weights; "
+                "set lora_rank, or leave it out"
+            )
+        if not (self.train_attn or self.train_mlp) and self.train_unembed is not True:
+            raise ValueError(
+                "no layers are trained: set at least one of train_attn, train_mlp, train_unembed"
             )
         return self
 
@@ -92,3 +114,7 @@ class JobFields(FrozenConfig):
         if self.lr_schedule == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
         return 1 - (1 - self.final_lr_share) * progress
+
+
+def _default(name: str) -> Any:
+    return JobFields.model_fields[name].default

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig
+from skyrl_actors.jobs.adapters import untrained_adapter
 from skyrl_actors.jobs.session import CROSS_ENTROPY
 from skyrl_actors.jobs.supervised import SupervisedJob
 from skyrl_actors.jobs.texts import Pair, Text, critic_rows, policy_rows
-from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall
+from skyrl_actors.messages.model import AdamParams, LossCall
 
 Floats = NDArray[np.floating]
 CRITIC = LossCall("ppo_critic", {})
@@ -57,10 +58,7 @@ class DpoJob(SupervisedJob[DpoConfig, Pair]):
         if self.config.init_from is not None:
             self._reference = await self.session.create_from(self.config.init_from)
             return
-        # An adapter that is never trained is equal to the base model.
-        self._reference = await self.session.create(
-            "policy", LoraSpec(rank=1, train_mlp=False, train_unembed=False)
-        )
+        self._reference = await self.session.create("policy", untrained_adapter(self.config))
 
     async def learn(self, items: Sequence[Pair], adam: AdamParams) -> dict[str, float]:
         texts = both(items)

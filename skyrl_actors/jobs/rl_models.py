@@ -2,6 +2,7 @@
 
 from skyrl_actors.config.algorithms import MovingReference
 from skyrl_actors.config.job import RlConfig
+from skyrl_actors.jobs.adapters import adapter_of, untrained_adapter
 from skyrl_actors.jobs.session import ServiceSession
 from skyrl_actors.messages.model import LoraSpec, Role
 
@@ -39,10 +40,7 @@ class RlModels:
     async def _created_reference(self) -> str:
         config, session = self._config, self._session
         if config.reference.type == "base":
-            # An adapter that is never trained is equal to the base model. Such a reference needs
-            # no second copy of the weights.
-            unused = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
-            return await session.create("policy", unused)
+            return await session.create("policy", untrained_adapter(config))
         if config.reference.type == "checkpoint":
             return await session.create_from(config.reference.path)
         if config.init_from is not None:  # a moving reference begins as the policy
@@ -50,10 +48,7 @@ class RlModels:
         return await session.create("policy", self._lora(), config.seed)
 
     def _lora(self) -> LoraSpec | None:
-        rank = self._config.lora_rank
-        if rank is None:
-            return None
-        return LoraSpec(rank=rank, alpha=self._lora_alpha, train_unembed=None)
+        return adapter_of(self._config, self._lora_alpha)
 
     def kept(self) -> dict[str, str]:
         """Return the ids of the models that a checkpoint contains."""

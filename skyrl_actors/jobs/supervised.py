@@ -12,11 +12,12 @@ import numpy as np
 
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.config.supervised import Supervised
+from skyrl_actors.jobs.adapters import adapter_of
 from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.session import ServiceSession, opened
 from skyrl_actors.jobs.texts import Prepared
 from skyrl_actors.jobs.watcher import RunOutcome, Watcher
-from skyrl_actors.messages.model import AdamParams, LoraSpec, Role
+from skyrl_actors.messages.model import AdamParams, Role
 
 C = TypeVar("C", bound=Supervised)
 T = TypeVar("T")
@@ -57,11 +58,6 @@ class SupervisedJob(ABC, Generic[C, T]):
             )
         async with opened(self.client, type(config).model_fields["type"].default) as session:
             self.session = session
-            lora = (
-                None
-                if config.lora_rank is None
-                else LoraSpec(rank=config.lora_rank, alpha=self.lora_alpha, train_unembed=None)
-            )
             if self.checkpoints.resumed:
                 self.model = await session.create_from(
                     self.checkpoints.state.models["model"], with_optimizer=True
@@ -69,7 +65,9 @@ class SupervisedJob(ABC, Generic[C, T]):
             elif config.init_from is not None:
                 self.model = await session.create_from(config.init_from)
             else:
-                self.model = await session.create(self.role, lora, config.seed)
+                self.model = await session.create(
+                    self.role, adapter_of(config, self.lora_alpha), config.seed
+                )
             await self.prepare()
             return await self._train()
 

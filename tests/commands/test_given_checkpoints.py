@@ -59,6 +59,16 @@ def test_the_folder_of_a_run_stands_for_its_last_weights(tmp_path: Path):
             {"lora_rank": 4},
             r"has alpha 16; set cluster\.lora\.alpha=16",
         ),
+        (
+            {"lora": {"rank": 4, "train_mlp": False}},
+            {"lora_rank": 4},
+            "has an adapter without train_mlp; set job.train_mlp=false",
+        ),
+        (
+            {"lora": {"rank": 4, "train_unembed": True}},
+            {"lora_rank": 4, "train_unembed": False},
+            "has an adapter with train_unembed; set job.train_unembed=true",
+        ),
         ({"lora": None}, {"lora_rank": 4}, "has full weights; set job.lora_rank=null"),
     ],
 )

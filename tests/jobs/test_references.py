@@ -33,6 +33,9 @@ async def test_a_moving_reference_begins_as_the_policy(
         needs_reference=True,
         reference=reference,
         lora_rank=8,
+        train_attn=True,
+        train_mlp=True,
+        train_unembed=None,
         seed=0,
     )
     session: Any = Session()
@@ -46,7 +49,10 @@ async def test_preferences_are_compared_with_what_the_policy_began_with(
     start: str | None, wanted: str
 ):
     job: Any = DpoJob.__new__(DpoJob)
-    job.config, job.session = SimpleNamespace(init_from=start), Session()
+    job.config, job.session = (
+        SimpleNamespace(init_from=start, train_attn=True, train_mlp=True),
+        Session(),
+    )
     await job.prepare()
     assert job._reference == wanted
 
