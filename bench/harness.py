@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,8 +50,9 @@ def service(
 ) -> Iterator["Served"]:
     """Run a new service for one benchmark, on its own Ray cluster or on these nodes.
 
-    The SDK finds it through environment variables.
+    The SDK finds it through environment variables. SIGTERM stops the service, as Ctrl-C does.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ |= {
         "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
         "TINKER_API_KEY": "tml-bench",
