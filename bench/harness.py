@@ -24,11 +24,22 @@ NAME, PORT = "bench", 8123
 
 
 def cli(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "skyrl_actors", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
+    """Run a command. An interrupted one cleans up before this returns."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "skyrl_actors", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            output = process.communicate()[0]
+        except BaseException:
+            process.terminate()
+            process.communicate()
+            raise
+    if process.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed:\n{output}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,8 @@ def service(
 
     The SDK finds it through environment variables. SIGTERM stops the service, as Ctrl-C does.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for sent in (signal.SIGINT, signal.SIGTERM):  # shells start background commands without SIGINT
+        signal.signal(sent, signal.default_int_handler)
     os.environ |= {
         "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
         "TINKER_API_KEY": "tml-bench",

@@ -70,7 +70,8 @@ def run(folder: Path) -> None:
         note(f"wrote {file}")
     go = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     note(f"try the reward and train:    {go}skyrl-actors train job.yaml")
-    note(f"the same on a real model:    {go}skyrl-actors train job.yaml --model Qwen/Qwen3-0.6B")
+    real = "job.prompts=128 --model Qwen/Qwen3-0.6B"
+    note(f"the same on a real model:    {go}skyrl-actors train job.yaml {real}")
     note(f"a service for the SDK:       {go}skyrl-actors serve service.yaml")
 
 

@@ -41,7 +41,9 @@ def for_real_model(job: Keys, is_rl: bool, uses_critic: bool, cluster: ClusterCo
 
 def _batch(job: Keys, uses_critic: bool, cluster: ClusterConfig) -> Keys:
     usual = ANSWERS_TO_A_PROMPT // 2 if uses_critic else ANSWERS_TO_A_PROMPT
-    samples = job.get("samples_per_prompt", min(usual, cluster.samples_in_flight))
+    # Two are compared at least. A config in which even they do not fit is refused by name.
+    fitting = max(2, min(usual, cluster.samples_in_flight))
+    samples = job.get("samples_per_prompt", fitting)
     found: Keys = {"samples_per_prompt": samples, "epochs": 1}
     if isinstance(samples, int) and samples > 0:  # otherwise the config refuses it by name
         found["prompts"] = max(1, ANSWERS[cluster.placement.device] // samples)

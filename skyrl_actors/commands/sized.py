@@ -17,7 +17,7 @@ from placement.types import DoesNotFit, Node
 from skyrl_actors.backends.memory_demands import INDEX, shape_in
 from skyrl_actors.commands.hardware import nodes_here
 from skyrl_actors.commands.job_cluster import engine_rank
-from skyrl_actors.commands.job_defaults import RATES, for_real_model
+from skyrl_actors.commands.job_defaults import MAX_TOKENS, RATES, for_real_model
 from skyrl_actors.commands.terminal import note
 from skyrl_actors.config.job import Job, RlConfig
 from skyrl_actors.config.load import raw
@@ -86,12 +86,13 @@ def job_request(
     keys = raw(job_file, overrides)
     pinned = raw(None, [one for one in overrides if one.startswith("cluster.")]).get("cluster", {})
     rest = {name: value for name, value in keys.items() if name != "cluster"}
+    job: Keys = rest.get("job") or {}
     request = Request(
         base_model=merged_base(base, pinned),
         shape=shape,
         nodes=nodes,
-        pinned=_without_base(pinned),
-        needs=_needs_of(rest.get("job") or {}),
+        pinned=_with_layout(job, _without_base(pinned)),
+        needs=_needs_of(job),
     )
     return request, rest
 
@@ -106,9 +107,19 @@ def _without_base(pinned: Keys) -> Keys:
     return {name: value for name, value in pinned.items() if name != "base_model"}
 
 
+def _with_layout(job: Keys, pinned: Keys) -> Keys:
+    """Pin the layout that a job needs which samples while it learns."""
+    schedule: Keys = job.get("schedule") or {}
+    if schedule.get("type", "on_policy") == "on_policy":
+        return pinned
+    placement: Keys = pinned.get("placement") or {}
+    return pinned | {"placement": {"layout": "split"} | placement}
+
+
 def _needs_of(keys: Keys) -> Needs:
     try:
-        job: Any = TypeAdapter(Job).validate_python({"type": "ppo", **keys})
+        longest = {} if keys.get("type") in RATES else {"max_tokens": MAX_TOKENS}
+        job: Any = TypeAdapter(Job).validate_python({"type": "ppo", **longest, **keys})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -6,6 +6,7 @@ The job is a client of its own controller.
 import asyncio
 import json
 import os
+import signal
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -133,12 +134,19 @@ def _with_ray(
 def _run_to_end(job: Coroutine[Any, Any, RunOutcome], runner: asyncio.Runner) -> RunOutcome:
     """Run the job and its cleanup, which needs Ray.
 
-    SIGTERM ends `runner.run` at once. Closing the loop then cancels the job, which cleans up.
+    SIGTERM cancels the job, as Ctrl-C does. A KeyboardInterrupt out of whatever code runs would end
+    the loop before the cleanup.
     """
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def cancelled_by_both() -> RunOutcome:
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # set by the runner
+        return await job
+
     try:
-        return runner.run(job)
+        return runner.run(cancelled_by_both())
     finally:
-        runner.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 async def _run(

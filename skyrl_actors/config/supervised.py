@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from skyrl_actors.config.environments import IMAGES_COLUMN, DatasetConfig
 from skyrl_actors.config.job_fields import LEARNING_RATE, JobFields
@@ -75,3 +75,12 @@ class RewardModelConfig(Preferences):
 
     type: Literal["reward_model"] = "reward_model"
     learning_rate: float = Field(default=1e-4, gt=0, description=LEARNING_RATE)
+
+    @model_validator(mode="after")
+    def _has_no_output_layer(self) -> "RewardModelConfig":
+        if self.train_unembed is not None:
+            raise ValueError(
+                "train_unembed does nothing, because a reward model has a value head in place of "
+                "the output layer; leave it out"
+            )
+        return self

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from omegaconf import OmegaConf
+from pydantic import ValidationError
 
+from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.keys import masked
-from skyrl_actors.config.load import differing
+from skyrl_actors.config.load import differing, to_yaml
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, content_of, rows_in
 
@@ -227,7 +229,12 @@ def _state(path: Path) -> State | None:
 
 
 def _check_same_config(path: Path, config_yaml: str, state: State | None) -> None:
-    keys = differing((path / CONFIG).read_text(), config_yaml, MAY_DIFFER)
+    before = (path / CONFIG).read_text()
+    try:
+        pair = _with_defaults(before), _with_defaults(config_yaml)
+    except ValidationError:  # a key was removed since, or means something else
+        pair = before, config_yaml
+    keys = differing(*pair, MAY_DIFFER)
     if keys and (state is not None or rows_in(path / METRICS)):
         at = f"step {state.step}" if state else "no checkpoint, but rows of metrics"
         raise ConfigError(
@@ -235,6 +242,15 @@ def _check_same_config(path: Path, config_yaml: str, state: State | None) -> Non
             f"it differs in {'; '.join(keys[:8])}; use its own config to resume it, choose another "
             "run.name, or set run.resume=never to start a new run"
         )
+
+
+def _with_defaults(config_yaml: str) -> str:
+    """Return a config with the keys that an earlier version did not have.
+
+    The default of a new key is what earlier versions did.
+    """
+    plain = OmegaConf.to_container(OmegaConf.create(config_yaml))
+    return to_yaml(JobConfig.model_validate(plain))
 
 
 def _truncate(file: Path, last_step: int) -> None:

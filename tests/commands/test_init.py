@@ -86,6 +86,8 @@ def test_values_for_real_models_follow_critic_device_and_limits():
     assert (on_cpu["prompts"], on_cpu["samples_per_prompt"]) == (8, 8)
     few = served("gpu", 1000, limits={"samples_in_flight": 2})
     assert for_real_model({"type": "grpo"}, True, False, few)["samples_per_prompt"] == 2
+    one = served("gpu", 1000, limits={"samples_in_flight": 1})
+    assert for_real_model({"type": "grpo"}, True, False, one)["samples_per_prompt"] == 2
     refused = for_real_model({"type": "grpo", "samples_per_prompt": 0}, True, False, few)
     assert refused["samples_per_prompt"] == 0 and "prompts" not in refused
 

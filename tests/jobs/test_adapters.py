@@ -50,3 +50,12 @@ def test_layers_that_have_no_effect_are_refused(
     data = {} if kind is RlConfig else {"data": {"path": "x"}}
     with pytest.raises(ValidationError, match=message):
         kind.model_validate({**data, **keys})
+
+
+def test_a_reward_model_has_no_output_layer():
+    keys = {"data": {"path": "x"}, "lora_rank": 8}
+    for value in (True, False):
+        with pytest.raises(ValidationError, match="train_unembed does nothing, because a reward"):
+            RewardModelConfig.model_validate({**keys, "train_unembed": value})
+    with pytest.raises(ValidationError, match="no layers are trained"):
+        RewardModelConfig.model_validate({**keys, "train_attn": False, "train_mlp": False})

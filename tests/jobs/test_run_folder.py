@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from omegaconf import OmegaConf
 
-from skyrl_actors.config.job import RunConfig
+from skyrl_actors.config.job import JobConfig, RunConfig
+from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.recorder import Recorder
 from skyrl_actors.jobs.run_folder import State, environment, open_run
@@ -178,6 +180,29 @@ def test_newest_and_best_checkpoints_are_kept_and_a_full_disk_only_warns(tmp_pat
     asyncio.run(later.after(cast(Any, session), 6, {"policy": "m:train:0"}, {}))
     assert session.deleted[-1] == "step-2" and later.resumed
     again.close()
+
+
+@pytest.mark.parametrize("file", ["grpo_tiny", "ppo_tiny", "sft_tiny"])
+def test_a_run_of_an_earlier_version_resumes_without_the_keys_that_are_new(
+    tmp_path: Path, file: str
+):
+    config = load(f"configs/jobs/{file}.yaml", (), JobConfig)
+    now = to_yaml(config)
+    before: Any = OmegaConf.to_container(OmegaConf.create(now))
+    default = type(config.job).model_fields
+    for key in set(before["job"]) - {"type", "data"}:  # all that have their default
+        if before["job"][key] == default[key].default:
+            del before["job"][key]
+    assert len(before["job"]) < 20 and "train_attn" not in before["job"]
+    first = open_run(tmp_path, "r", OmegaConf.to_yaml(before), True)
+    first.keep(State(step=3, models={}, job={}))
+    first.close()
+    resumed = open_run(tmp_path, "r", now, True)
+    assert resumed.path == first.path and resumed.state is not None
+    resumed.close()
+    other = to_yaml(load(f"configs/jobs/{file}.yaml", ("job.seed=9",), JobConfig))
+    with pytest.raises(ConfigError, match=r"differs in job\.seed \(0, now 9\);"):
+        open_run(tmp_path, "r", other, True)
 
 
 def test_a_run_of_an_earlier_version_resumes_with_fewer_adapters_and_other_places(tmp_path: Path):

@@ -18,11 +18,15 @@ FOLDER = "tuft"
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A script, its arguments beside those of all, and what it prints after its last call."""
+    """A script, its arguments beside those of all, and what it prints.
+
+    `trained` is printed after a step, and `ends_with` after the last call.
+    """
 
     name: str
     model: str = "--model"  # the name of the argument
     arguments: tuple[str, ...]
+    trained: str
     ends_with: str
 
     @property
@@ -37,11 +41,13 @@ EXAMPLES = (
         name="chat_sft",
         model="--base-model",
         arguments=("--num-steps=3", "--batch-size=4", "--eval-batch=4"),
+        trained="done. loss: ",
         ends_with="checkpoint_saved=",
     ),
     Example(
         name="personality_sft",
         arguments=("--num-steps=3", "--batch-size=4", "--max-new-tokens=8"),
+        trained="loss=",
         ends_with="✅ Done.",
     ),
     Example(
@@ -56,6 +62,8 @@ EXAMPLES = (
             "--eval-every=1",
             "--eval-batch-size=2",
         ),
+        # The small network writes no <answer>, so all rewards are equal and nothing is trained.
+        trained="kept=0, skipP=2",
         ends_with="Checkpoint: tinker://",
     ),
     Example(
@@ -68,6 +76,7 @@ EXAMPLES = (
             "--num-eval=2",
             "--eval-every=1",
         ),
+        trained="rollouts=4",
         ends_with="[save] run_id=",
     ),
 )

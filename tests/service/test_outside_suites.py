@@ -49,5 +49,6 @@ def test_the_examples_of_tuft_run_to_their_end(
     served: tuple[Path, str], example: tuft_examples.Example
 ):
     code, output, _ = cookbook_suite.ran(*served, example.command, 150)
-    assert code == 0 and example.ends_with in output, output[-3000:]
+    assert code == 0 and example.trained in output, output[-3000:]
+    assert example.ends_with in output, output[-3000:]
     assert not [text for text in tuft_examples.HIDDEN if text in output], output

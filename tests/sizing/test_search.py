@@ -234,6 +234,23 @@ def test_a_job_gets_the_groups_that_it_uses(tmp_path: Path):
     assert critic.needs.critic is True
     with pytest.raises(ConfigError, match=r"job\.\w*.*clip"):
         job_request(job, model, ["job.clip=1"], nodes)
+    late = ["job.type=dapo", "job.overlong.buffer_tokens=200"]  # of the 1,024 tokens of real models
+    assert not job_request(job, model, late, nodes)[0].pinned
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "asynchronous"])
+def test_a_job_that_samples_while_it_learns_gets_devices_of_its_own_for_engines(
+    schedule: str, tmp_path: Path
+):
+    model = str(model_folder(tmp_path / "small"))
+    job = ROOT / "configs" / "jobs" / "grpo_tiny.yaml"
+    keys = [f"job.schedule.type={schedule}", "job.lora_rank=8"]
+    asked, rest = job_request(job, model, keys, nodes_of("8xH100"))
+    file = written(asked, choose(asked), rest, tmp_path / "job.yaml")
+    assert load(file, (), JobConfig).cluster.placement.layout == "split"
+    own = [*keys, "cluster.placement.layout=mixed"]  # which the config refuses by name
+    asked, _ = job_request(job, model, own, nodes_of("8xH100"))
+    assert asked.pinned["placement"] == {"layout": "mixed"}
 
 
 def test_a_full_fine_tune_that_does_not_fit_is_told_of_adapters():
