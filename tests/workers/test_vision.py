@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -599,6 +600,17 @@ def test_a_base_that_would_be_computed_wrongly_is_refused(
     with pytest.raises(ConfigError, match=r"nats|change nothing") as refused:
         worker_on(base, "float32")
     assert "rows with images differ from each row alone" in str(refused.value)
+
+
+@pytest.mark.parametrize(("moved", "is_refused"), [(5e-7, False), (0.01, True)])
+def test_an_image_may_move_other_rows_by_rounding_alone(
+    base: Path, monkeypatch: pytest.MonkeyPatch, moved: float, is_refused: bool
+):
+    monkeypatch.setattr(vision_proof, "_differences", lambda *_: (0.0, moved))
+    with ExitStack() as expected:
+        if is_refused:
+            expected.enter_context(pytest.raises(ConfigError, match=r"another row by 0\.01 nats"))
+        worker_on(base, "float32")
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
