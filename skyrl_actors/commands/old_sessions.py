@@ -11,6 +11,7 @@ import psutil
 
 KEPT = 5
 PREFIX = "session_20"  # followed by the date of its start
+LATEST = "session_latest"  # by this link, `stop` finds the processes of a session
 
 
 def remove_old_sessions(folder: Path, kept: int = KEPT) -> list[Path]:
@@ -28,4 +29,14 @@ def remove_old_sessions(folder: Path, kept: int = KEPT) -> list[Path]:
     gone = ended[: max(0, len(ended) - kept)]
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
+    _remove_dangling(folder / LATEST)
     return gone
+
+
+def _remove_dangling(link: Path) -> None:
+    """Remove a link to a session that is gone. Ray replaces only links that lead somewhere."""
+    try:
+        if link.is_symlink() and not link.exists() and link.lstat().st_uid == os.getuid():
+            link.unlink()
+    except OSError:
+        return
