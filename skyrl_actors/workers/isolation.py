@@ -189,7 +189,7 @@ def _by_transformers(network: Network, tokens: Tensor, targets: Tensor) -> Logpr
             use_cache=False,
         ).logits[0]
 
-    with network.in_use(()), _embeddings(network) as seen, torch.enable_grad():
+    with network.in_use(()), embeddings(network) as seen, torch.enable_grad():
         logprobs = network.entry(logits).float().log_softmax(-1)
         logprobs = logprobs.gather(1, targets[:, None])[:, 0]
         (gradient,) = torch.autograd.grad(logprobs.sum(), seen)
@@ -209,14 +209,14 @@ def _computed(
         targets=targets,
         counted=None,
     )
-    with network.in_use(segments), _embeddings(network) as seen, torch.enable_grad():
+    with network.in_use(segments), embeddings(network) as seen, torch.enable_grad():
         logprobs, _ = network.predict(inputs)
         (gradient,) = torch.autograd.grad((logprobs * counted).sum(), seen)
     return logprobs.detach().float(), gradient[0].float()
 
 
 @contextmanager
-def _embeddings(network: Network) -> Iterator[list[Tensor]]:
+def embeddings(network: Network) -> Iterator[list[Tensor]]:
     """Capture outputs of the embedding layer, [1, T, H], as leaves that require a gradient."""
     seen: list[Tensor] = []
 

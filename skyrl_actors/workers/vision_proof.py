@@ -3,8 +3,9 @@
 Placeholders, positions with three axes and the features of the tower meet in one packed axis. An
 error in any of them would train on wrong numbers without an error. So a row of text and two rows
 with an image are computed together, and each by transformers' own forward from the pixels. The base
-is refused by name unless log-probabilities agree, and an image changes those of its own row only,
-except by rounding: which tokens an expert gets decides how a library divides its product.
+is refused by name unless log-probabilities agree, and an image has no gradient by those of other
+rows. It may move them by rounding: which tokens an expert gets decides how a library divides its
+product.
 """
 
 import io
@@ -20,10 +21,15 @@ from torch import Tensor
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.images import PlacedImage
 from skyrl_actors.workers.isolation import ALLOWED as ISOLATED
-from skyrl_actors.workers.isolation import BUILT_OTHERWISE, own_attention, past_the_engine
+from skyrl_actors.workers.isolation import (
+    BUILT_OTHERWISE,
+    embeddings,
+    own_attention,
+    past_the_engine,
+)
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import plan_passes
-from skyrl_actors.workers.vision import VisionTower, placed, positions_of
+from skyrl_actors.workers.vision import Features, VisionTower, placed, positions_of
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)  # one line at the start of a rank
@@ -49,7 +55,7 @@ def prove_images(network: Network, dtype: torch.dtype) -> None:
     try:
         _check_counts(tower)
         with torch.no_grad(), past_the_engine(network):
-            difference, moved = _differences(network, tower)
+            difference, moved, leak = _differences(network, tower)
     except BUILT_OTHERWISE as error:
         raise _refused(name, f"a pass raises {type(error).__name__}: {error}") from error
     finally:
@@ -58,6 +64,8 @@ def prove_images(network: Network, dtype: torch.dtype) -> None:
         raise _refused(name, f"logprobs differ by {difference:.2g} nats, {allowed:g} is allowed")
     if not moved <= ISOLATED[dtype].moved:
         raise _refused(name, f"an image moves logprobs of another row by {moved:.2g} nats")
+    if not leak == 0:
+        raise _refused(name, f"logprobs have a gradient of {leak:.2g} by another row's image")
     took = time.perf_counter() - started
     log.info("%s computes packed rows with images (checked in %.2f s)", name, took)
 
@@ -82,16 +90,19 @@ def _refused(name: str, why: str) -> ConfigError:
     )
 
 
-def _differences(network: Network, tower: VisionTower) -> tuple[float, float]:
-    """Return the largest mean |Δ logprob| of a row, and that of a row by another row's image."""
+def _differences(network: Network, tower: VisionTower) -> tuple[float, float, float]:
+    """Return the largest mean |Δ logprob| of a row, and what another row's image does to a row.
+
+    That is the largest mean |Δ logprob|, and the largest |gradient| by the image's features.
+    """
     rows = _Rows(network, tower)
-    packed, other = rows.packed("first"), rows.packed("second")
+    (packed, leak), (other, _) = rows.packed("first"), rows.packed("second")
     differences = [(packed[span] - rows.alone(i)).abs().mean() for i, span in enumerate(rows.spans)]
     # The second batch has another image in the last row.
     moved = [(packed - other)[span].abs().mean() for span in rows.spans[:-1]]
     if float((packed - other)[rows.spans[-1]].abs().max()) == 0:
         raise ValueError("the pixels of an image change nothing")
-    return float(torch.stack(differences).max()), float(torch.stack(moved).max())
+    return float(torch.stack(differences).max()), float(torch.stack(moved).max()), leak
 
 
 class _Rows:
@@ -130,8 +141,12 @@ class _Rows:
             "second": [first, placed_at(2, 2)],
         }
 
-    def packed(self, batch: str) -> Tensor:
-        """Return the logprobs [T] of all rows in one pass."""
+    def packed(self, batch: str) -> tuple[Tensor, float]:
+        """Compute all rows in one pass.
+
+        Returns their logprobs [T], and the largest |gradient| of those of all rows but the last, by
+        the features of the last row's image.
+        """
         network, total = self._network, len(self.tokens)
         lengths = np.asarray([span.stop - span.start for span in self.spans])
         (plan,) = plan_passes([(range(len(lengths)), lengths)], total)
@@ -145,13 +160,15 @@ class _Rows:
             grids = [(TEXT, image.grid)]
             own = positions_of(span.stop - span.start, grids, self._tower.merge)
             positions[:, span] = torch.from_numpy(own)
-        found = [(image.start, self._tower.features(image)) for image in images]
+        found = [(image.start, _leaves(self._tower.features(image))) for image in images]
         segments = (Segment(total, {}, 1.0),)
 
         def mine(values: Tensor) -> Tensor:
             more = total - values.shape[-1]
             return torch.nn.functional.pad(values, (0, more))[..., stretch].to(network.device)
 
+        with torch.enable_grad():
+            joined = placed(found, stretch.start, stretch.stop - stretch.start)
         inputs = PassInputs(
             tokens=mine(self.tokens),
             positions=positions[..., stretch].to(network.device),
@@ -159,11 +176,22 @@ class _Rows:
             segments=segments,
             targets=mine(self.targets),
             counted=None,
-            images=placed(found, stretch.start, stretch.stop - stretch.start),
+            images=joined,
         )
-        with network.in_use(segments):
+        last = found[-1][1]
+        before = torch.zeros(len(self.tokens))
+        before[: self.spans[-1].start] = 1
+        # Every rank needs a leaf, also one without tokens of an image.
+        with network.in_use(segments), embeddings(network) as seen, torch.enable_grad():
             logprobs, _ = network.predict(inputs)
-        return (group.gathered(logprobs) if group else logprobs)[: plan.num_tokens].float()
+            gradients = torch.autograd.grad(
+                (logprobs * mine(before)).sum(),
+                (*seen, last.embedded, *last.of_layers),
+                allow_unused=True,
+            )[len(seen) :]
+        leak = max((float(x.abs().max()) for x in gradients if x is not None), default=0.0)
+        logprobs = logprobs.detach()
+        return (group.gathered(logprobs) if group else logprobs)[: plan.num_tokens].float(), leak
 
     def alone(self, row: int) -> Tensor:
         """Return the logprobs of one row by transformers' own forward, from the pixels."""
@@ -185,6 +213,14 @@ class _Rows:
         with own_attention(network), network.in_use(()):
             found = network.entry(logits).float().log_softmax(-1)
         return found.gather(1, self.targets[span].to(network.device)[:, None])[:, 0]
+
+
+def _leaves(features: Features) -> Features:
+    """Return the features as leaves that require a gradient."""
+    return Features(
+        features.embedded.detach().requires_grad_(),
+        tuple(x.detach().requires_grad_() for x in features.of_layers),
+    )
 
 
 def _image(random: np.random.Generator, size: tuple[int, int]) -> bytes:

@@ -606,11 +606,24 @@ def test_a_base_that_would_be_computed_wrongly_is_refused(
 def test_an_image_may_move_other_rows_by_rounding_alone(
     base: Path, monkeypatch: pytest.MonkeyPatch, moved: float, is_refused: bool
 ):
-    monkeypatch.setattr(vision_proof, "_differences", lambda *_: (0.0, moved))
+    monkeypatch.setattr(vision_proof, "_differences", lambda *_: (0.0, moved, 0.0))
     with ExitStack() as expected:
         if is_refused:
             expected.enter_context(pytest.raises(ConfigError, match=r"another row by 0\.01 nats"))
         worker_on(base, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_leak_below_rounding_is_found(base: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
+    own = vision.Placed.into
+
+    def leaking(self: vision.Placed, embedded: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        replaced, more = own(self, embedded)
+        return replaced + 1e-7 * self.embedded.mean(), more
+
+    monkeypatch.setattr(vision.Placed, "into", leaking)
+    with pytest.raises(ConfigError, match=r"have a gradient of .* by another row's image"):
+        worker_on(base, dtype)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
