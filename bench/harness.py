@@ -21,6 +21,7 @@ from bench.nodes import TwoNodes
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 NAME, PORT = "bench", 8123
+ENDS_WITHIN_S = 60  # an interrupted command
 
 
 def cli(*arguments: str) -> None:
@@ -36,7 +37,10 @@ def cli(*arguments: str) -> None:
             output = process.communicate()[0]
         except BaseException:
             process.terminate()
-            process.communicate()
+            try:
+                process.communicate(timeout=ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
             raise
     if process.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{output}")

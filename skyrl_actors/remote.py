@@ -47,6 +47,8 @@ class TypedContext(Protocol):
 
     def get_node_id(self) -> str: ...
 
+    def get_session_name(self) -> str: ...
+
 
 class TypedRay(Protocol):
     """Functions of Ray, with the types that its own annotations leave out."""

@@ -62,7 +62,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
         undo.callback(note, "the start failed; stopping everything that was started")
         state = {
             "started_ray": started_ray,
-            "marks": [*ray_marks(), str(haproxy.folder(config.name))],
+            "marks": [*_joined_marks(), str(haproxy.folder(config.name))],
             "transfers": [str(folder) for folder in cluster.transfer_folders(config)],
         }
         state_file(config.name).write_text(json.dumps(state))
@@ -379,6 +379,13 @@ def ray_session() -> str:
 def ray_marks() -> list[str]:
     """Return texts that identify the daemons of the newest Ray session by their command lines."""
     return [ray_session(), f"--address={cluster.ray_address()}"]
+
+
+def _joined_marks() -> list[str]:
+    """Return the marks of the session that this process joined. Another may have begun since."""
+    context = typed_ray.get_runtime_context()
+    session = Path(cluster.ray_folder(), context.get_session_name())
+    return [str(session), f"--address={context.gcs_address}"]
 
 
 def end_ray_session(marks: Sequence[str], timeout_s: float = 3.0) -> None:
