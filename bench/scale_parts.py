@@ -174,7 +174,7 @@ class _Profile:
         import cProfile
 
         if asked == "begin":
-            self._running = cProfile.Profile()
+            self._running = cProfile.Profile(time.thread_time)
             self._running.enable()
         else:
             self._running.disable()

@@ -10,7 +10,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -49,7 +49,9 @@ def digest_of(request: Request) -> RequestDigest:
 
 def _add(value: Any, parts: list[bytes | memoryview]) -> None:
     """Add parts that contain their kind and length, so no two values have the same parts."""
-    if isinstance(value, np.generic):
+    if (shape := _shape_of(cast("type[Any]", type(value)))) is not None:
+        _add_fields(value, shape, parts)
+    elif isinstance(value, np.generic):
         _add(cast(Any, value).item(), parts)
     elif isinstance(value, np.ndarray):
         dense: NDArray[Any] = np.ascontiguousarray(cast(NDArray[Any], value))
@@ -73,23 +75,42 @@ def _add(value: Any, parts: list[bytes | memoryview]) -> None:
         items = cast(Sequence[Any], value)
         parts.append(b"l%d:" % len(items))
         _add_items(items, parts)
-    elif is_dataclass(cast(object, value)):
-        given = {
-            field.name: item
-            for field in _fields_of(cast("type[Any]", type(value)))
-            if not _is_default(field, item := getattr(value, field.name))
-        }
-        if isinstance(value, LossCall):
-            given["config"] = _options(value)
-        parts.append(f"d{type(value).__name__}:".encode())
-        _add(given, parts)
     else:
         raise TypeError(f"no digest of a {type(cast(object, value)).__name__}")
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A class as digests cover it. `fields` are in the order of names, each with its encoding."""
+
+    head: bytes
+    fields: "tuple[tuple[Field[Any], bytes], ...]"
+
+
 @cache
-def _fields_of(kind: type[Any]) -> "tuple[Field[Any], ...]":
-    return fields(kind)
+def _shape_of(kind: type[Any]) -> Shape | None:
+    if not is_dataclass(kind):
+        return None
+    ordered = sorted(fields(kind), key=lambda field: field.name)
+    named = [(field, b"s%d:%b" % (len(field.name), field.name.encode())) for field in ordered]
+    return Shape(f"d{kind.__name__}:".encode(), tuple(named))
+
+
+def _add_fields(value: Any, shape: Shape, parts: list[bytes | memoryview]) -> None:
+    """Add a dataclass as its name and a mapping of the fields that differ from their defaults."""
+    given = [
+        (key, item)
+        for field, key in shape.fields
+        # Most values are the default itself, which is seen soonest.
+        if (item := getattr(value, field.name)) is not field.default
+        and not _is_default(field, item)
+    ]
+    parts.append(b"%bm%d:" % (shape.head, len(given)))
+    for key, item in given:
+        parts.append(key)
+        if isinstance(value, LossCall) and item is value.config:
+            item = _options(value)
+        _add(item, parts)
 
 
 def _options(call: LossCall) -> dict[str, float | str]:

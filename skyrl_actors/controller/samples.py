@@ -153,7 +153,7 @@ class Samples:
                     outcome = await self._sampled(op, request, sampler)
                     kept = self.context.routes.sampled(request, outcome.result, sampler)
                     place.tokens = tokens_taken(request, kept)
-                    return replace(outcome, result=kept)
+                    return outcome if kept is outcome.result else replace(outcome, result=kept)
             except FellSilent:
                 op.begun = None
                 self.ledger.memory.end(op.request_id)

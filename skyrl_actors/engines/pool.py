@@ -31,7 +31,7 @@ from skyrl_actors.engines.logprob_check import SCORING, LogprobCheck
 from skyrl_actors.engines.memory import EngineMemory
 from skyrl_actors.engines.own_engines import needs_own, why_none
 from skyrl_actors.engines.replica import EngineReplica
-from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
+from skyrl_actors.engines.routing import affinity_key, choose, loads_of
 from skyrl_actors.engines.streamed import StreamedSamples
 from skyrl_actors.engines.versions import VersionTable, full_version, once
 from skyrl_actors.messages.errors import (
@@ -99,11 +99,7 @@ class EnginePool:
         return self._living(managed=True)
 
     def _living(self, managed: bool = False) -> list[EngineReplica]:
-        return [
-            engine
-            for engine in self.engines
-            if engine.health == "HEALTHY" and (engine.managed or not managed)
-        ]
+        return [e for e in self.engines if e.health == "HEALTHY" and (e.managed or not managed)]
 
     async def take_over(self) -> list[bool]:
         """Take over an earlier controller's engines; return for each engine whether it runs.
@@ -140,9 +136,11 @@ class EnginePool:
         Raises InternalError, with the last reason of each engine, once all were given up.
         """
         managed = needs_own(weights, params, has_images)
-        able = [engine for engine in self.engines if engine.managed or not managed]
+        able = [e for e in self.engines if e.managed] if managed else self.engines
         if not able:
             raise InvalidRequest(why_none(params, has_images))
+        if len(self._living(managed)) == len(self.engines):
+            return
         for engine in self.engines:
             engine.restart_if_dead()
         while not self._living(managed):
@@ -173,18 +171,9 @@ class EnginePool:
     ) -> EngineReplica:
         if not living:
             raise PartDown("no engine runs now")
-        wanted = full_version(weights)
-        adapter = weights.adapter.version if weights.adapter else None
-        loads = [
-            EngineLoad(
-                name=e.name,
-                in_flight=e.lock.num_holders,
-                waiting=e.lock.num_waiting,
-                holds_version=e.lock.state == wanted,
-                holds_adapter=adapter is None or self.versions.is_delivered(adapter, e.incarnation),
-            )
-            for e in living
-        ]
+        adapter = weights.adapter
+        given = () if adapter is None else self.versions.deliveries_of(adapter.version)
+        loads = loads_of(living, full_version(weights), given)
         return living[choose(loads, affinity_key(weights.version, prompt))]
 
     async def sample(
@@ -203,26 +192,27 @@ class EnginePool:
         wanted = self.versions.register(weights)
         engine = self._choose([e for e in self._living() if e.managed != outside], prompt, weights)
         engine.wanted, lock = wanted, engine.lock
-        async with lock.hold(wanted):
-            if weights.adapter:
-                await self._ensure_delivered(engine, weights.adapter)
-            if engine.lock is not lock:
-                raise PartDown(
-                    f"{engine.name} was restarted while this sample waited for its weights"
+        with engine.sampling():
+            async with lock.hold(wanted):
+                if weights.adapter:
+                    await self._ensure_delivered(engine, weights.adapter)
+                if engine.lock is not lock:
+                    raise PartDown(
+                        f"{engine.name} was restarted while this sample waited for its weights"
+                    )
+                await self._check_logprobs(engine, request_id, weights)
+                if params.stream:
+                    self.streamed.record(request_id, engine)
+                asked = replace(params, num_samples=1) if params.is_repeated else params
+                output = await engine.ask(
+                    EngineProcess.sample,
+                    request_id,
+                    prompt,
+                    asked,
+                    weights.adapter,
+                    weights.version,
+                    pictures,
                 )
-            await self._check_logprobs(engine, request_id, weights)
-            if params.stream:
-                self.streamed.record(request_id, engine)
-            asked = replace(params, num_samples=1) if params.is_repeated else params
-            output = await engine.ask(
-                EngineProcess.sample,
-                request_id,
-                prompt,
-                asked,
-                weights.adapter,
-                weights.version,
-                pictures,
-            )
         engine.worked()
         return (
             replace(output, sequences=output.sequences * params.num_samples)

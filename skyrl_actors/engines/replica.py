@@ -2,8 +2,8 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ray.actor import ActorHandle
@@ -39,6 +39,7 @@ class EngineReplica(Supervisor):
         super().__init__(name, restart, report)
         self.incarnation: Incarnation = (name, 0)
         self.wanted = BASE_VERSION  # the full weights that were requested last
+        self.num_samples = 0  # that run on it, or wait for its weights
         self.moving = asyncio.Lock()  # held while it goes to sleep or loads weights
         self.prepare: Callable[[], Awaitable[None]] = _prepared
         self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
@@ -57,6 +58,15 @@ class EngineReplica(Supervisor):
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...
+
+    @contextmanager
+    def sampling(self) -> Generator[None]:
+        """Count a sample that runs on it, or waits for its weights."""
+        self.num_samples += 1
+        try:
+            yield
+        finally:
+            self.num_samples -= 1
 
     def _begin_incarnation(self) -> None:
         """Forget what the engine had before this start."""

@@ -7,10 +7,11 @@ comes or goes, only its own keys move.
 """
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,40 +23,73 @@ MIX_FIRST, MIX_SECOND = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85E
 HALF = np.uint64(33)
 
 
-class EngineLoad(NamedTuple):
-    """What routing needs to know of one engine."""
+class EngineLoads(NamedTuple):
+    """What routing needs to know of the engines, in columns.
 
-    name: str
-    in_flight: int
-    waiting: int
-    holds_version: bool  # the full weights that the sample needs are loaded
-    holds_adapter: bool = True  # the sample's adapter is loaded, or it has none
+    `with_version` and `with_adapter` are the indices of engines that hold the full weights and the
+    adapter of the sample.
+    """
+
+    names: tuple[str, ...]
+    busy: Sequence[int]  # samples that run or wait
+    with_version: Sequence[int]
+    with_adapter: Collection[int]
+
+
+class RoutedLock(Protocol):
+    """The lock of an engine's full weights."""
 
     @property
-    def busy(self) -> int:
-        return self.in_flight + self.waiting
+    def state(self) -> str: ...
+
+
+class Routed(Protocol):
+    """An engine, as routing sees it."""
+
+    name: str
+    num_samples: int
+
+    @property
+    def lock(self) -> RoutedLock: ...
+
+    @property
+    def incarnation(self) -> tuple[str, int]: ...
+
+
+def loads_of(
+    engines: Sequence[Routed], version: str, given: Collection[tuple[str, int]]
+) -> EngineLoads:
+    """Return the loads of engines. `given`: those that have the adapter of the sample."""
+    return EngineLoads(
+        names=tuple([engine.name for engine in engines]),
+        busy=[engine.num_samples for engine in engines],
+        with_version=[i for i, engine in enumerate(engines) if engine.lock.state == version],
+        with_adapter={i for i, engine in enumerate(engines) if engine.incarnation in given}
+        if given
+        else (),
+    )
 
 
 def affinity_key(version: str, prompt: Sequence[int]) -> bytes:
     """Return a key that is equal for prompts of one version with the same first tokens."""
-    return f"{version}:{list(prompt[:PREFIX_TOKENS])}".encode()
+    return version.encode() + array("q", prompt[:PREFIX_TOKENS]).tobytes()
 
 
-def choose(loads: Sequence[EngineLoad], key: bytes) -> int:
+def choose(loads: EngineLoads, key: bytes) -> int:
     """Return the index of the engine for this key.
 
     Candidates are the engines that hold the weights, or all engines if none does. The first one in
     the key's order that is within the load bound wins. Engines with the adapter come before
     engines that must load it, if both are within the bound.
     """
-    able = [i for i, load in enumerate(loads) if load.holds_version] or list(range(len(loads)))
+    busy = loads.busy
+    able = loads.with_version or range(len(busy))
     if len(able) == 1:
         return able[0]
-    busy = [loads[i].busy for i in able]
-    limit = math.ceil(BOUND * (sum(busy) + 1) / len(able))
-    free = [i for i, b in zip(able, busy, strict=True) if b < limit]
-    candidates = [i for i in free if loads[i].holds_adapter] or free
-    order = _scores(tuple([load.name for load in loads]), key)[candidates]
+    limit = math.ceil(BOUND * (sum([busy[i] for i in able]) + 1) / len(able))
+    free = [i for i in able if busy[i] < limit]
+    candidates = [i for i in free if i in loads.with_adapter] or free
+    order = _scores(loads.names, key)[candidates]
     return candidates[int(order.argmin())]
 
 

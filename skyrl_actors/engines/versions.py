@@ -59,9 +59,10 @@ class VersionTable:
             self[wanted].parts = weights.parts
         return wanted
 
-    def is_delivered(self, version: str, engine: Incarnation) -> bool:
-        """Return whether an engine has an adapter, or is being given it."""
-        return version in self._versions and engine in self._versions[version].deliveries
+    def deliveries_of(self, version: str) -> Collection[Incarnation]:
+        """Return the engines that have an adapter, or are being given it."""
+        found = self._versions.get(version)
+        return () if found is None else found.deliveries
 
     def needless(self, held: Collection[str]) -> tuple[str, ...]:
         """Return full versions that need no copy when their weights change.

@@ -129,7 +129,7 @@ class SampleOutput:
 
 def without_routes(result: "Result") -> "Result":
     """Return a result without what only trainers use."""
-    if not isinstance(result, SampleOutput):
+    if not isinstance(result, SampleOutput) or all(one.routes is None for one in result.sequences):
         return result
     return replace(result, sequences=tuple(replace(one, routes=None) for one in result.sequences))
 

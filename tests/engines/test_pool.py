@@ -217,3 +217,39 @@ async def test_a_stale_engine_gets_no_samples():
             f"r{i}", (i,), SamplingParams(max_tokens=1), SamplerWeights(version="base")
         )
     assert not stale.given and len(other.given) == 8
+
+
+async def test_an_engine_counts_its_samples_until_they_end_however_they_end():
+    pool = pool_of(1)
+    engine = pool.engines[0]
+    assert isinstance(engine, Answering)
+    await pool.start()
+    base, params = SamplerWeights(version="base"), SamplingParams(max_tokens=1)
+    running = [asyncio.create_task(pool.sample(f"r{i}", (i,), params, base)) for i in range(3)]
+    await engine.asked.wait()
+    await asyncio.sleep(0)
+    assert engine.num_samples == 3
+    running[0].cancel()
+    await asyncio.wait(running[:1])
+    assert engine.num_samples == 2
+    engine.go.set()
+    await asyncio.gather(*running[1:])
+    assert engine.num_samples == 0
+    engine.ask = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        await pool.sample("fails", (1,), params, base)
+    assert engine.num_samples == 0
+
+
+async def test_a_dead_engine_is_restarted_by_a_sample_for_another():
+    pool = pool_of(2)
+    await pool.start()
+    dead = pool.engines[0]
+    began: list[str] = []
+    dead.restart_if_dead = lambda: began.append(dead.name)  # type: ignore[method-assign]
+    weights, params = SamplerWeights(version="base"), SamplingParams(max_tokens=1)
+    await pool.any_healthy(weights, params)
+    assert not began
+    dead.health = "DEAD"
+    await pool.any_healthy(weights, params)
+    assert began == [dead.name]

@@ -224,6 +224,33 @@ def test_numbers_of_numpy_and_texts_of_enums_arrive_as_plain_values():
     assert same(got, {"TRAIN": 0.5, "a": 3, "b": True, "c": "STEP"})
 
 
+@pytest.mark.parametrize(
+    ("odd", "arrives"),
+    [
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (True, True),
+        (0.25, 0.25),
+        (None, None),
+        ("x", "x"),
+        (Phase.STEP, "STEP"),
+        ((1, 2), (1, 2)),
+        ({"a": (1,)}, {"a": (1,)}),
+    ],
+)
+def test_every_item_of_a_long_list_of_numbers_is_looked_at(odd: Any, arrives: Any):
+    for place in (1, 50, 99):
+        sent = [*range(place), odd, *range(place, 100)]
+        got = CALLS.decoded_answer(*received(CALLS.answer(1, "status", {"a": sent})))[2]
+        assert same(got["a"], [*range(place), arrives, *range(place, 100)])
+
+
+def test_an_array_in_a_long_list_of_numbers_arrives():
+    sent = {"a": [*range(40), np.arange(3, dtype=np.int32)]}
+    got = CALLS.decoded_answer(*received(CALLS.answer(1, "status", sent)))[2]
+    assert got["a"][:40] == [*range(40)] and got["a"][40].tolist() == [0, 1, 2]
+
+
 def test_a_dict_may_have_the_key_of_the_type_tag():
     sent = {"$": "Popen", "": {"$": "list", "items": [1]}, "x": [{"$": None}]}
     got = CALLS.decoded_answer(*received(CALLS.answer(1, "status", sent)))[2]
