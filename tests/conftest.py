@@ -29,7 +29,7 @@ use_ray_token()  # before anything imports ray
 
 from skyrl_actors.backends.base_models import base_model_folder  # noqa: E402
 from skyrl_actors.config.base_models import TinyBase  # noqa: E402
-from tests.marks import arrange, mark  # noqa: E402
+from tests.marks import arrange, mark, skip_after_deadline  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 collect_ignore = ["gpu_check"]  # needs the CUDA builds: make gpu-check
@@ -44,6 +44,11 @@ settings.load_profile("shared-machine")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark(items)
     arrange(items)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_after_deadline(item)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,10 @@
-"""Which tests need a cluster or take long, and which must run one after another in one process.
+"""Which tests need a cluster or take long, and the order and the processes in which they run.
 
 A cluster is Ray, vLLM, training processes or a service of their own.
 """
+
+import os
+import time
 
 import pytest
 
@@ -51,6 +54,15 @@ EARLY_FILES = (
     "tests/workers/test_head.py",
     "tests/matrix/",
 )
+# Slow files that take the most time beside what others test already. They run last.
+LAST_FILES = (
+    "tests/engines/test_gpu_bench.py",
+    "tests/jax_workers/test_mesh.py",
+    "tests/service/test_outside_suites.py",
+)
+# Seconds since the epoch. Slow tests of LAST_FILES that would begin later are skipped, because a
+# slow machine must not reach the time limit of CI, which would hide the results of all.
+DEADLINE = "TEST_DEADLINE"
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -81,9 +93,19 @@ def uses_ray(item: pytest.Item) -> bool:
     return item.nodeid.startswith(RAY_FILES) or bool(RAY_FIXTURES & fixtures_of(item))
 
 
-def rank_of(item: pytest.Item) -> tuple[bool, bool, bool]:
+def rank_of(item: pytest.Item) -> tuple[bool, ...]:
     early = item.nodeid.startswith(EARLY_FILES)
-    return not uses_ray(item), not early, "service" in fixtures_of(item)
+    return not uses_ray(item), is_last(item), not early, "service" in fixtures_of(item)
+
+
+def is_last(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(LAST_FILES) and item.get_closest_marker("slow") is not None
+
+
+def skip_after_deadline(item: pytest.Item) -> None:
+    deadline = os.environ.get(DEADLINE)
+    if deadline and is_last(item) and time.time() > float(deadline):
+        pytest.skip(f"no time was left: it would have begun after {DEADLINE}")
 
 
 def fixtures_of(item: pytest.Item) -> set[str]:

@@ -1,0 +1,57 @@
+"""The order of tests, and the deadline of those that run last."""
+
+import time
+
+import pytest
+
+from tests import marks
+
+
+class Item:
+    """What `marks` reads of a test."""
+
+    fixturenames = ()
+
+    def __init__(self, nodeid: str, is_slow: bool):
+        self.nodeid, self.is_slow = nodeid, is_slow
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if self.is_slow else None
+
+
+def item(nodeid: str, is_slow: bool = True) -> pytest.Item:
+    return Item(nodeid, is_slow)  # type: ignore[return-value]
+
+
+def test_long_slow_tests_are_the_last_of_their_process():
+    names = ["service/test_outside_suites.py::a", "service/test_the_end.py::a"]
+    names += ["jax_workers/test_mesh.py::a", "workers/test_families.py::a"]
+    ordered = sorted((item(f"tests/{name}") for name in names), key=marks.rank_of)
+    assert [one.nodeid.removeprefix("tests/") for one in ordered] == [
+        "service/test_the_end.py::a",
+        "service/test_outside_suites.py::a",
+        "workers/test_families.py::a",
+        "jax_workers/test_mesh.py::a",
+    ]
+
+
+def test_only_the_last_tests_are_skipped_and_only_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    last = item("tests/jax_workers/test_mesh.py::test_a_mesh[1]")
+    others = [item("tests/jax_workers/test_mesh.py::test_fast", is_slow=False)]
+    others.append(item("tests/service/test_the_end.py::a"))
+    monkeypatch.delenv(marks.DEADLINE, raising=False)
+    marks.skip_after_deadline(last)
+    monkeypatch.setenv(marks.DEADLINE, f"{time.time() + 60}")
+    marks.skip_after_deadline(last)
+    monkeypatch.setenv(marks.DEADLINE, f"{time.time() - 1}")
+    for other in others:
+        marks.skip_after_deadline(other)
+    with pytest.raises(pytest.skip.Exception, match="no time was left"):
+        marks.skip_after_deadline(last)
+
+
+@pytest.mark.parametrize("file", marks.LAST_FILES)
+def test_the_last_files_exist(file: str, pytestconfig: pytest.Config):
+    assert (pytestconfig.rootpath / file).is_file()
