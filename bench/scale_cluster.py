@@ -224,8 +224,8 @@ async def started(folder: Path, farm: Farm, retention_s: float) -> tuple[Control
     began = time.perf_counter()
     opening = controller.journal.open
 
-    async def opened(holder: str) -> Any:
-        state = await opening(holder)
+    async def opened(*arguments: Any) -> Any:
+        state = await opening(*arguments)
         in_place(controller.journal)
         return state
 
