@@ -39,7 +39,7 @@ def size_of(message: Any) -> int:
     if kind is np.ndarray:
         return message.nbytes + OBJECT_BYTES
     if kind is tuple or kind is list:
-        if message and type(message[0]) in SMALL:
+        if message and isinstance(message[0], int | float):
             return NUMBER_BYTES * len(message)
         return OBJECT_BYTES + sum([size_of(item) for item in message])
     if kind is dict:
