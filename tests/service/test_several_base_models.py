@@ -23,7 +23,7 @@ BASES["tiny_vl"] = "skyrl-actors/tiny-vl"
 # One call at a time in each pass and batch, so that no answer depends on what it ran with.
 ALONE = ("policy.share_passes=false", "engine.max_num_seqs=1", "critic=null")
 ENGINE = ("engine.max_model_len=512", "engine.kv_cache_bytes=134217728")
-ROUNDS = 6
+ROUNDS = 4
 
 
 async def trained(
