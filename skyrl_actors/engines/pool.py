@@ -190,7 +190,8 @@ class EnginePool:
         Raises StateLost when the engine dies during the sample.
         """
         wanted = self.versions.register(weights)
-        engine = self._choose([e for e in self._living() if e.managed != outside], prompt, weights)
+        able = [e for e in self.engines if e.health == "HEALTHY" and e.managed != outside]
+        engine = self._choose(able, prompt, weights)
         engine.wanted, lock = wanted, engine.lock
         with engine.sampling():
             async with lock.hold(wanted):

@@ -86,11 +86,17 @@ def choose(loads: EngineLoads, key: bytes) -> int:
     able = loads.with_version or range(len(busy))
     if len(able) == 1:
         return able[0]
-    limit = math.ceil(BOUND * (sum([busy[i] for i in able]) + 1) / len(able))
-    free = [i for i in able if busy[i] < limit]
-    candidates = [i for i in free if i in loads.with_adapter] or free
-    order = _scores(loads.names, key)[candidates]
-    return candidates[int(order.argmin())]
+    every = len(able) == len(busy)
+    num_busy = sum(busy if every else [busy[i] for i in able])
+    limit = math.ceil(BOUND * (num_busy + 1) / len(able))
+    scores = _scores(loads.names, key)
+    if loads.with_adapter:
+        free = [i for i in able if i in loads.with_adapter and busy[i] < limit]
+        if free:
+            return min(free, key=scores.__getitem__)
+    # An engine is below the limit, which exceeds the mean. The first few decide, as a rule.
+    ordered = scores.argsort().tolist()
+    return next(i for i in ordered if busy[i] < limit and (every or i in able))
 
 
 def _scores(names: tuple[str, ...], key: bytes) -> NDArray[np.uint64]:

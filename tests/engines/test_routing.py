@@ -38,6 +38,22 @@ def test_when_an_engine_goes_only_its_own_keys_move(prompts: list[list[int]], en
         assert before in (after, engines - 1)
 
 
+@given(st.integers(2, 6), st.data())
+def test_the_choice_is_within_the_bound_and_prefers_weights_and_then_an_adapter(
+    engines: int, data: st.DataObject
+):
+    some = st.lists(st.integers(0, engines - 1), unique=True)
+    busy = data.draw(st.lists(st.integers(0, 5), min_size=engines, max_size=engines))
+    version, adapter = sorted(data.draw(some)), data.draw(some)
+    chosen = choose(loads(busy, version, adapter), affinity_key("v", [1]))
+    able = version or list(range(engines))
+    limit = BOUND * (sum(busy[i] for i in able) + 1) / len(able)
+    assert chosen in able
+    free = [i for i in able if busy[i] < limit]
+    assert chosen in free or len(able) == 1
+    assert chosen in adapter or not set(free) & set(adapter) or len(able) == 1
+
+
 def test_samples_with_one_prefix_stay_together_and_versions_spread():
     idle = loads([0] * 4)
     long = list(range(100))

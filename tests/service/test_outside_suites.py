@@ -1,6 +1,7 @@
 """Tests, tutorials and examples of other projects, from their source packages, run as they are."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,24 @@ def test_the_cookbooks_tests_pass(served: tuple[Path, str]):
     assert code == 0 and " passed" in output and "skipped" not in output, output[-3000:]
 
 
+@pytest.fixture(scope="module")
+def tutorials(served: tuple[Path, str]) -> Iterator[dict[str, "Future[tuple[int, str, float]]"]]:
+    """The tutorials, which run three at a time: they mostly import and wait."""
+    pool = ThreadPoolExecutor(3)
+    try:
+        yield {
+            name: pool.submit(cookbook_suite.ran, *served, [f"tutorials/{name}.py"], 150)
+            for name in cookbook_suite.TUTORIALS
+        }
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("name", cookbook_suite.TUTORIALS)
-def test_the_cookbooks_tutorials_run_to_their_end(served: tuple[Path, str], name: str):
-    code, output, _ = cookbook_suite.ran(*served, [f"tutorials/{name}.py"], 150)
+def test_the_cookbooks_tutorials_run_to_their_end(
+    tutorials: dict[str, "Future[tuple[int, str, float]]"], name: str
+):
+    code, output, _ = tutorials[name].result()
     assert code == 0, output[-3000:]
 
 
