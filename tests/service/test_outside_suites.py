@@ -36,7 +36,7 @@ def tutorials(served: tuple[Path, str]) -> Iterator[dict[str, "Future[tuple[int,
     pool = ThreadPoolExecutor(3)
     try:
         yield {
-            name: pool.submit(cookbook_suite.ran, *served, [f"tutorials/{name}.py"], 150)
+            name: pool.submit(cookbook_suite.ran, *served, [f"tutorials/{name}.py"], 240)
             for name in cookbook_suite.TUTORIALS
         }
     finally:
