@@ -26,7 +26,7 @@ def with_images(request: Request, contents: Mapping[str, bytes]) -> Request:
         found = tuple(contents[digest] for digest in images.digests)
         columns = replace(request.columns, images=replace(images, contents=found))
         return replace(request, columns=columns)
-    if isinstance(request, Sample):
+    if isinstance(request, Sample) and request.pictures:
         pictures = [replace(one, content=contents[one.digest]) for one in request.pictures]
         return replace(request, pictures=tuple(pictures))
     return request

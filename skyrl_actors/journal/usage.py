@@ -1,7 +1,8 @@
 """What sessions used in each hour: rows that are added to with each answer."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from operator import add, attrgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,6 +13,7 @@ from skyrl_actors.messages.usage import COUNTED, DAY_S, Usage
 KEPT_S = 400 * DAY_S
 _KEY = ("hour", "owner", "session_id", "base_model")
 _COLUMNS = (*_KEY, *COUNTED)
+_key_of, _counts_of = attrgetter(*_KEY), attrgetter(*COUNTED)
 ADD = sa.text(
     f"INSERT INTO usage_hours ({', '.join(_COLUMNS)}) "
     f"VALUES ({', '.join(f':{name}' for name in _COLUMNS)}) "
@@ -27,15 +29,15 @@ def added_up(parts: Iterable[Usage]) -> list[dict[str, Any]]:
 
 def totals(parts: Iterable[Usage]) -> list[Usage]:
     """Add up the parts of the same hour, owner, session and base model."""
-    found: dict[tuple[object, ...], Usage] = {}
+    found: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for part in parts:
-        key = tuple(getattr(part, name) for name in _KEY)
+        key, counts = _key_of(part), _counts_of(part)
         known = found.get(key)
-        if known is not None:
-            sums = {name: getattr(known, name) + getattr(part, name) for name in COUNTED}
-            part = replace(part, **sums)
-        found[key] = part
-    return list(found.values())
+        found[key] = counts if known is None else tuple(map(add, known, counts))
+    return [
+        Usage(**dict(zip(_KEY, key, strict=True)), **dict(zip(COUNTED, counts, strict=True)))
+        for key, counts in found.items()
+    ]
 
 
 def read(engine: sa.Engine, since: float, until: float, owner: str | None) -> list[Usage]:

@@ -7,6 +7,7 @@ sampler id is <session>:sample:<n>.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from skyrl_actors.messages.errors import InvalidRequest
@@ -16,6 +17,7 @@ CHECKPOINT_KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_we
 KINDS: dict[str, Kind] = {kind: kind for kind in (*CHECKPOINT_KINDS, "steps")}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+CACHED_CHARS = 128  # of ids whose owner is remembered
 _MARK = re.compile(r"[0-9a-f]k([0-9a-f]{10})$")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights|steps)/([^/]+)")
 
@@ -75,8 +77,15 @@ def owner_mark(owner: str) -> str:
 
 def owner_of(text: str) -> str:
     """Return the owner in a session, model, sampler, run or request id, or "" without a key."""
+    return _cached_owner(text) if len(text) <= CACHED_CHARS else _owner(text)
+
+
+def _owner(text: str) -> str:
     match = _MARK.search(text.partition(":")[0])
     return match.group(1) if match else ""
+
+
+_cached_owner = lru_cache(4096)(_owner)  # the controller asks ten times for each request
 
 
 def model_id_for(session_id: str, seq: int) -> str:

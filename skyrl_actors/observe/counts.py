@@ -3,7 +3,7 @@
 Only one event loop may add and read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from skyrl_actors.observe.metrics import REGISTRY
 
@@ -16,6 +16,7 @@ class Counts:
     def __init__(self) -> None:
         self._totals: dict[tuple[str, Tags], float] = {}
         self._levels: dict[str, Callable[[], float]] = {}
+        self._checked: set[tuple[str, ...]] = set()  # counters with the names of their tags
 
     def add(self, metric: str, value: float = 1.0, **tags: str) -> None:
         """Add to a counter.
@@ -23,12 +24,9 @@ class Counts:
         Raises:
             KeyError: The registry has no such counter, or its tags differ.
         """
-        if set(tags) != set(REGISTRY[metric].tags) or REGISTRY[metric].kind != "counter":
-            raise KeyError(
-                f"{metric} was counted with the tags {', '.join(tags) or 'none'}; the registry has "
-                f"a {REGISTRY[metric].kind} with the tags "
-                f"{', '.join(REGISTRY[metric].tags) or 'none'}"
-            )
+        if (named := (metric, *tags)) not in self._checked:
+            _check(metric, tags)
+            self._checked.add(named)
         key = metric, tuple(sorted(tags.items()))
         self._totals[key] = self._totals.get(key, 0.0) + value
 
@@ -49,6 +47,15 @@ class Counts:
     def levels(self) -> dict[str, float]:
         """Return the present values of all gauges."""
         return {metric: level() for metric, level in self._levels.items()}
+
+
+def _check(metric: str, tags: Collection[str]) -> None:
+    known = REGISTRY[metric]
+    if set(tags) != set(known.tags) or known.kind != "counter":
+        raise KeyError(
+            f"{metric} was counted with the tags {', '.join(tags) or 'none'}; the registry has "
+            f"a {known.kind} with the tags {', '.join(known.tags) or 'none'}"
+        )
 
 
 COUNTS = Counts()
