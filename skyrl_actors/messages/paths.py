@@ -17,7 +17,7 @@ CHECKPOINT_KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_we
 KINDS: dict[str, Kind] = {kind: kind for kind in (*CHECKPOINT_KINDS, "steps")}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-CACHED_CHARS = 128  # of ids whose owner is remembered
+CACHED_CHARS = 128  # of ids whose owner is kept
 _MARK = re.compile(r"[0-9a-f]k([0-9a-f]{10})$")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights|steps)/([^/]+)")
 
