@@ -6,6 +6,7 @@ default. An unknown field is refused. The journal and RPC share this code.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -174,10 +175,9 @@ def _are_scalars(items: list[Any]) -> bool:
     anything else fails, or has another type.
     """
     if len(items) >= MANY and type(items[0]) is int:
-        try:
-            return type(sum(items)) is int
-        except TypeError:
-            return False
+        with suppress(TypeError, OverflowError):  # the latter from small integers of numpy
+            if type(sum(items)) is int:
+                return True
     return SCALARS.issuperset(map(type, items))
 
 
