@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests import marks
+from tests import conftest, marks
 
 
 class Item:
@@ -42,14 +42,14 @@ def test_only_the_last_tests_are_skipped_and_only_after_the_deadline(
     others = [item("tests/jax_workers/test_mesh.py::test_fast", is_slow=False)]
     others.append(item("tests/service/test_the_end.py::a"))
     monkeypatch.delenv(marks.DEADLINE, raising=False)
-    marks.skip_after_deadline(last)
+    conftest.pytest_runtest_setup(last)
     monkeypatch.setenv(marks.DEADLINE, f"{time.time() + 60}")
-    marks.skip_after_deadline(last)
+    conftest.pytest_runtest_setup(last)
     monkeypatch.setenv(marks.DEADLINE, f"{time.time() - 1}")
     for other in others:
-        marks.skip_after_deadline(other)
+        conftest.pytest_runtest_setup(other)
     with pytest.raises(pytest.skip.Exception, match="no time was left"):
-        marks.skip_after_deadline(last)
+        conftest.pytest_runtest_setup(last)
 
 
 @pytest.mark.parametrize("file", marks.LAST_FILES)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from types import NoneType
-from typing import Any, cast, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -58,4 +58,6 @@ def _shape_of(kind: type[Any]) -> Shape | None:
 
 
 def _is_small(annotation: Any) -> bool:
-    return SMALL.issuperset(get_args(annotation) or (annotation,))
+    """Return whether values are of SMALL types: one of them, or a union."""
+    is_union = isinstance(annotation, UnionType) or get_origin(annotation) is Union
+    return SMALL.issuperset(get_args(annotation) if is_union else (annotation,))
