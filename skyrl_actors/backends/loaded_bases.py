@@ -67,7 +67,7 @@ class LoadedBases:
             await backend.detach()  # otherwise it would restart parts beside its successor
             raise
         if able is not None:
-            self._report(f"base model {name}: its processes of an earlier controller run on")
+            self._report(f"took over base model {name}")
             self._able[name], self.backends[name] = able, backend
             self.lock.residency.set_place(name, Place.HOST)
 

@@ -112,7 +112,7 @@ async def test_each_base_model_is_loaded_once_before_the_first_start_ends():
     again.facts = factory.facts
     backend, bases = await started(again)
     assert bases.names == ("a", "b")
-    assert again.log.pop() == "base model a: its processes of an earlier controller run on"
+    assert again.log.pop() == "took over base model a"
     assert again.log == [], "what is known is not loaded again"
     await backend.create_model(spec("a"), FIRST)
     assert again.log == ["resume a"] and again.built["a"].models

@@ -104,7 +104,7 @@ def taken_over(name: str, epoch: int, base: str) -> bool:
         after = json.loads(shown) if shown.startswith("{") else {"ready": False}
         if after["ready"] and after["epoch"] > epoch:
             log = run_cli("logs", "controller", "--name", name, "--lines", "2000").stdout
-            return f"base model {base}: its processes of an earlier controller run on" in log
+            return f"took over base model {base}\n" in log
         time.sleep(0.5)
     raise AssertionError("there was no next controller")
 
