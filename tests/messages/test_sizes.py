@@ -28,7 +28,7 @@ class Lists:
     pair: tuple[int, int]
     numbers: list[float]
     table: dict[int, int]
-    either: int | float | None = None
+    number: int | float | None = None
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ class Lists:
         (Whole(True, None), 4 * OBJECT_BYTES),
         (Whole(True, Part(1, "ab"), (1, 2)), 5 * OBJECT_BYTES + 2 + 2 * NUMBER_BYTES),
         (Whole(True, None, (Part(), b"abc")), 8 * OBJECT_BYTES + 3),
-        (Lists((1, 2), [0.5] * 9, {1: 2}), 5 * OBJECT_BYTES + 11 * NUMBER_BYTES),
+        (Lists((1, 2), [0.5] * 9, {1: 2}, number=2.5), 5 * OBJECT_BYTES + 11 * NUMBER_BYTES),
         (np.zeros(10, np.float32), 40 + OBJECT_BYTES),
         ({"a": [1.0, 2.0]}, 2 * OBJECT_BYTES + 1 + 2 * NUMBER_BYTES),
     ],
