@@ -20,8 +20,8 @@ import ray
 
 from bench.harness import emit
 from skyrl_actors import losses
-from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.groups import GroupConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup, names_of
 from skyrl_actors.groups.fan_out import BRANCHES, Branches, FanOut, RankCall, tree_to
 from skyrl_actors.groups.merging import merge_ranks

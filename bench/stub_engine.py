@@ -3,7 +3,7 @@
 from typing import Any
 
 from skyrl_actors.colocation.state_lock import StateLock
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.interface import BASE_VERSION
 from skyrl_actors.engines.replica import EngineReplica
 

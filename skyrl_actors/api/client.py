@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.controller.calls import CatalogCalls, ControllerCalls, SessionCatalogCalls
 from skyrl_actors.controller.standby import actor_names
+from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.requests import Request
@@ -114,7 +115,7 @@ class ControllerClient:
 
     def within(self, limits: Limits) -> ControllerCalls:
         """Return the controller's methods, to be called within these limits."""
-        return calls_of(ControllerCalls, partial(self._repeated, limits))
+        return calls_of(ControllerCalls, partial(self.call, limits))
 
     @property
     def calls(self) -> ControllerCalls:
@@ -126,9 +127,14 @@ class ControllerClient:
         """The controller's methods. A call is made once."""
         return self.within(Limits(0.0))
 
-    async def _repeated(
+    async def fault_within(self, timeout_s: float) -> str | None:
+        """Return why requests are not served now, or None. Raises Unavailable without an answer."""
+        return await self.within(Limits(0.0, timeout_s)).fault()
+
+    async def call(
         self, limits: Limits, method: Callable[..., Any], *arguments: Any, **named: Any
     ) -> Any:
+        """Call a method of the controller, and again within the limits if it dies meanwhile."""
         deadline = asyncio.get_running_loop().time() + limits.patience_s
         pause_s = FIRST_PAUSE_S
         while True:
@@ -157,12 +163,17 @@ class ControllerClient:
         connection = self._bulk_connection if is_bulk else self._connection
         return await connection.call(method, *arguments, **named)
 
-    async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
-        """Submit a request. A repeat with the same `request_id` is the same request.
+    def new_request_id(self, request: Request, mark: str = "") -> str:
+        """Return a new id for a request. `mark` is the owner's, and ends the id."""
+        return f"r{uuid.uuid4().hex}{mark}"
 
-        `mark` is the owner's; it ends the request id.
-        """
-        began, request_id = time.time(), request_id or f"r{uuid.uuid4().hex}{mark}"
+    def copy_session_id(self, digest: str, mark: str) -> str:
+        """Return the id of the session of a copied checkpoint."""
+        return f"s{digest}{mark}"
+
+    async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
+        """Submit a request. A repeat with the same `request_id` is the same request."""
+        began, request_id = time.time(), request_id or self.new_request_id(request, mark)
         named(request_id)
         accepted = await self.calls.submit(request, request_id)
         self._spanned("accept", accepted, began)
@@ -233,6 +244,12 @@ class ControllerClient:
     async def create_session(self, labels: SessionLabels, mark: str = "") -> str:
         """Create a session under a new id, which ends with the owner's mark."""
         return await self.calls.create_session(f"s{uuid.uuid4().hex[:16]}{mark}", labels)
+
+    async def open_shared_sampler(
+        self, base_model: str | None, path: str | None, mark: str = ""
+    ) -> Sampler:
+        """Open the sampler that all requests for these weights share."""
+        return await self.calls.open_sampler(None, None, base_model, path)
 
     @property
     def catalog(self) -> CatalogCalls:

@@ -81,6 +81,14 @@ def _base_model(base: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     return {**base, "fault": fault if viewer.all or not fault else "cannot be loaded"}
 
 
+def _shard(shard: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
+    """Hide the reason of a fault, which may quote log lines, and the processes."""
+    if viewer.all:
+        return dict(shard)
+    shown = {key: shard.get(key) for key in ("shard", "mode", "sessions", "open_requests")}
+    return shown | {"fault": "away" if shard.get("fault") else None}
+
+
 def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     """Return the part of the controller's `status` that this viewer may see.
 
@@ -97,6 +105,7 @@ def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
         "base_models": {
             name: _base_model(base, viewer) for name, base in status.get("base_models", {}).items()
         },
+        "shards": [_shard(shard, viewer) for shard in status.get("shards", [])],
         "fault": status.get("fault")
         if viewer.all or not status.get("fault")
         else "the service is recovering",

@@ -9,7 +9,7 @@ from ray.serve.schema import LoggingConfig
 
 from skyrl_actors import heap
 from skyrl_actors.api.app import build_app
-from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.api.connect import client_of
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.observe.process import Observed
@@ -59,8 +59,8 @@ class TinkerApi:
 
     def __init__(self, config: ClusterConfig):
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
-        client = ControllerClient(*find_controller(config.name))
-        self.state = ApiState(config, client, PartLogs(config.name))
+        logs = PartLogs(config.name, config.shards.count)
+        self.state = ApiState(config, client_of(config), logs)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Serve calls this in the replica, after the constructor."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ class RequestedSamples:
 
     async def submit(self, sample: Sample) -> str:
         """Submit a sample and return its request id."""
-        request_id = f"r{uuid.uuid4().hex}{self._mark}"
+        request_id = self._client.new_request_id(sample, self._mark)
         task = asyncio.create_task(self._client.submit(sample, self._mark, request_id))
         self._accepted[request_id] = task
         return await asyncio.shield(task)

@@ -122,7 +122,7 @@ async def copy_weights(
     )
     if source.kind == "steps":
         raise InvalidRequest(f"{source} is a past step; create a model from it and save that model")
-    caller = caller_of(request)
+    caller, client = caller_of(request), state_of(request).client
     translate.check_copy(body)
     if body.session_id is not None and body.model_seq_id is not None:
         session_id, seq = caller.own(body.session_id, "session"), body.model_seq_id
@@ -131,11 +131,11 @@ async def copy_weights(
         digest = hashlib.sha256(
             f"{x_idempotency_key or time.time_ns()} {source} {body.destination_project_id}".encode()
         )
-        session_id, seq = f"s{digest.hexdigest()[:16]}{caller.mark}", 0
+        session_id, seq = client.copy_session_id(digest.hexdigest()[:16], caller.mark), 0
     else:
         raise InvalidRequest(
             "copy_weights needs session_id and model_seq_id, or destination_project_id"
         )
     target = TinkerPath(model_id_for(session_id, seq), source.kind, source.name)
-    await state_of(request).client.catalog.copy(source, target, session_id, body.ttl_seconds)
+    await client.catalog.copy(source, target, session_id, body.ttl_seconds)
     return {"tinker_path": str(target)}

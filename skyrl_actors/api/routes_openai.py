@@ -252,4 +252,4 @@ async def _sampler(request: Request, model: str) -> Sampler:
     elif model not in (await state.bases()).names:
         raise _no_model(model)
     base, path = (None, model) if is_path else (model, None)
-    return await state.client.calls.open_sampler(None, None, base, path)
+    return await state.client.open_shared_sampler(base, path, caller_of(request).mark)

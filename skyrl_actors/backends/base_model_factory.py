@@ -7,6 +7,7 @@ from pathlib import Path
 from placement.reserve import cluster_nodes
 from placement.types import Node
 from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.backends.demands import with_host_shares
 from skyrl_actors.backends.memory_demands import memory_plan, shape_in
 from skyrl_actors.backends.monitoring import CountsExport
 from skyrl_actors.backends.parkable import ParkableBackend
@@ -51,7 +52,7 @@ class RayBaseModelFactory:
         )
         self._counts = CountsExport(self._config.name)
         self._slots = SlotWatch(next(iter(self._sites.values())).reserved)
-        parking, nodes = self._config.parking, cluster_nodes()
+        parking, nodes = self._config.parking, with_host_shares(self._config, cluster_nodes())
         try:
             room = self._room(nodes)
         except ConfigError:

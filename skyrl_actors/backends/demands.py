@@ -1,11 +1,13 @@
 """The slots that a config needs on the cluster (pure)."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from placement.planner import plan
 from placement.types import Demand, DoesNotFit, Node, Plan
 from skyrl_actors.config.cluster import COLOCATED_SHARE, ClusterConfig
+from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.messages.errors import ConfigError
 
 OF = "/"  # between a config's name and the kind of an actor
@@ -66,6 +68,62 @@ def shared_plan(
         return plan([demands], nodes, config.placement.device.upper())
     except DoesNotFit as error:
         raise ConfigError(str(error)) from error
+
+
+def shard_plans(config: ClusterConfig, nodes: list[Node]) -> list[Plan]:
+    """Plan the slots of all shards of a service, one after the other.
+
+    Raises:
+        ConfigError: A shard does not fit what the shards before it leave.
+    """
+    plans: list[Plan] = []
+    for number, own in enumerate(shard_configs(config), 1):
+        try:
+            made = (
+                shared_plan(own, own.served(), nodes) if own.base_models else plan_for(own, nodes)
+            )
+        except ConfigError as error:
+            if number == 1:
+                raise
+            raise ConfigError(
+                f"shard {number} of {config.shards.count} does not fit what the others leave: "
+                f"{error}; use fewer shards, or give each fewer ranks and engines"
+            ) from error
+        plans.append(made)
+        nodes = _left(nodes, made)
+    return plans
+
+
+def _left(nodes: list[Node], made: Plan) -> list[Node]:
+    """Return the nodes without the resources of a plan's slots."""
+    taken: dict[str, Counter[str]] = {node.name: Counter() for node in nodes}
+    for slot in made.slots:
+        taken[slot.node].update(slot.resources)
+    return [
+        replace(
+            node,
+            cpus=node.cpus - taken[node.name]["CPU"],
+            gpus=node.gpus - taken[node.name]["GPU"],
+        )
+        for node in nodes
+    ]
+
+
+def with_host_shares(config: ClusterConfig, nodes: list[Node]) -> list[Node]:
+    """Return the nodes with the host memory that one shard has there.
+
+    Shards on one node divide its host memory.
+    """
+    if config.shards.count == 1:
+        return nodes
+    plans = shard_plans(config, nodes)
+    users = Counter(name for made in plans for name in {slot.node for slot in made.slots})
+    return [
+        replace(node, host_bytes=node.host_bytes // max(users[node.name], 1))
+        if node.host_bytes
+        else node
+        for node in nodes
+    ]
 
 
 def part_of(shared: Plan, name: str) -> Plan:

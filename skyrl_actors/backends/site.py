@@ -10,7 +10,13 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from placement.reserve import cluster_nodes, gpu_ids, placed_on, reserve
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
-from skyrl_actors.backends.demands import check_transfer, part_of, plan_for, shared_plan
+from skyrl_actors.backends.demands import (
+    check_transfer,
+    part_of,
+    plan_for,
+    shared_plan,
+    with_host_shares,
+)
 from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse, shape_in
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
@@ -32,7 +38,8 @@ class Site:
 
 def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> AdapterMemory:
     """Return the host memory of each rank for LoRA models. Raises ConfigError."""
-    return adapter_memory(config, shape_in(base_folder), plan, cluster_nodes())
+    nodes = with_host_shares(config, cluster_nodes())
+    return adapter_memory(config, shape_in(base_folder), plan, nodes)
 
 
 async def reserved_site(
@@ -44,7 +51,7 @@ async def reserved_site(
     """
     nodes = cluster_nodes()
     plan = plan_for(config, nodes)
-    check_memory(config, base_folder, plan, nodes, report)
+    check_memory(config, base_folder, plan, with_host_shares(config, nodes), report)
     # If the free resources do not suffice, the plan of all resources stays: an earlier controller
     # of this service may hold some of them, or other programs may end.
     with suppress(ConfigError):
@@ -69,9 +76,9 @@ async def shared_sites(
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
     nodes = cluster_nodes()
-    plan = shared_plan(config, served, nodes)
+    plan, hosts = shared_plan(config, served, nodes), with_host_shares(config, nodes)
     for name, own in served.items():
-        check_memory(own, folders[name], part_of(plan, own.name), nodes, report)
+        check_memory(own, folders[name], part_of(plan, own.name), hosts, report)
     with suppress(ConfigError):
         plan = shared_plan(config, served, cluster_nodes(free=True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)

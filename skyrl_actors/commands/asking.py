@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.commands.controllers import running_client
 from skyrl_actors.commands.serve import join
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.errors import ConfigError
@@ -22,7 +22,7 @@ def asked(service: str, call: Callable[[ControllerCalls], Awaitable[T]]) -> T:
     join(service)
 
     async def run() -> Any:
-        return await call(ControllerClient(*find_controller(service)).calls)
+        return await call(running_client(service).calls)
 
     return asyncio.run(run())
 

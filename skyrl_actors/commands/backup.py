@@ -8,21 +8,24 @@ copied last, so the copy has those that the journal knows, and possibly newer on
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from skyrl_actors.commands.terminal import bar, console
+from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.config.load import load
+from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.controller.checkpoints import SPEC_FILE
 from skyrl_actors.journal import copying, opening
 from skyrl_actors.journal.mirrored import mirror_of
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.copies import (
     CHECKPOINTS,
-    JOURNAL,
     FileCopy,
     copied,
     described,
+    journal_part,
     read_manifest,
     write_manifest,
 )
@@ -39,9 +42,9 @@ Files = dict[str, FileCopy]
 def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | None) -> None:
     """Copy a service's journal and checkpoints, while it runs or not. Raises ConfigError."""
     wanted = load(config, overrides)
-    engine, folder = copying.engine_of(wanted.journal)
-    if not (folder / opening.MARKER).is_file():
-        raise ConfigError(f"{folder} is no journal; set journal.folder to one")
+    journals = [shard.journal for shard in shard_configs(wanted)]
+    for journal in journals:
+        check_is_journal(journal)
     if not (checkpoints := wanted.checkpoint_dir.expanduser()).is_dir():  # a start creates it
         raise ConfigError(
             f"{checkpoints} does not exist; set checkpoint_dir to the folder of this service's "
@@ -50,19 +53,20 @@ def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | N
     staging = _staging(target)
     previous = None if since is None else _previous(since)
     began = time.monotonic()
+    files: Files = {}
     try:
-        with copying.held(folder):
-            mirror = mirror_of(wanted.journal.mirror)
-            files = _copied_journal(engine, folder, staging / JOURNAL, previous, mirror)
+        with ExitStack() as held:
+            for journal in journals:
+                held.enter_context(copying.held(copying.engine_of(journal)[1]))
+            for number, journal in enumerate(journals, 1):
+                files |= _copied_shard(journal, staging, journal_part(number), previous)
             files |= _copied_checkpoints(checkpoints, staging / CHECKPOINTS)
-        about = {"service": wanted.name, "made_at": time.time()}
+        about = {"service": wanted.name, "made_at": time.time(), "shards": len(journals)}
         write_manifest(staging, files, about)
         staging.rename(target)
     except BaseException:  # also Ctrl-C
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    finally:
-        engine.dispose()
     size = sum(file.num_bytes for file in files.values())
     console.print(
         f"{target}: {len(files)} files, {size / 2**30:.3f} GiB, "
@@ -81,7 +85,25 @@ def _staging(target: Path) -> Path:
 
 def _previous(folder: Path) -> Path:
     read_manifest(folder)
-    return folder / JOURNAL
+    return folder
+
+
+def check_is_journal(config: JournalConfig) -> None:
+    """Raise ConfigError if a config names no journal."""
+    folder = config.folder.expanduser().resolve()
+    if not (folder / opening.MARKER).is_file():
+        raise ConfigError(f"{folder} is no journal; set journal.folder to one")
+
+
+def _copied_shard(config: JournalConfig, staging: Path, part: str, previous: Path | None) -> Files:
+    """Copy the journal of a shard into this folder of the backup."""
+    engine, folder = copying.engine_of(config)
+    older = None if previous is None else previous / part
+    try:
+        mirror = mirror_of(config.mirror)
+        return _copied_journal(engine, folder, staging / part, older, mirror)
+    finally:
+        engine.dispose()
 
 
 def _copied_journal(
@@ -130,14 +152,14 @@ def _copied_once(
     with bar("journal", len(names)) as progress:
         for name in names:
             old = None if previous is None else previous / name
-            files[f"{JOURNAL}/{name}"] = copied(folder / name, target / name, old)
+            files[f"{target.name}/{name}"] = copied(folder / name, target / name, old)
             progress.advance(progress.task_ids[0])
     for empty in (opening.PACKS, opening.SNAPSHOTS):
         (target / empty).mkdir(exist_ok=True, mode=0o700)
     (target / opening.EPOCH).write_text(epoch)
     shutil.copyfile(folder / opening.MARKER, target / opening.MARKER)
     for file in (database, target / opening.EPOCH, target / opening.MARKER):
-        files[f"{JOURNAL}/{file.name}"] = described(file)
+        files[f"{target.name}/{file.name}"] = described(file)
     return files
 
 

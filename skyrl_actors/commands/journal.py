@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_actors.commands.terminal import console, show_rows
+from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.config.load import load
+from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.journal.entries import Operation, SnapshotTaken
 from skyrl_actors.journal.journal import reading
 from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.messages.paths import shard_of
 
 
 def run(
@@ -20,11 +23,12 @@ def run(
 
     Raises NotFound if the journal does not contain `model_id`.
     """
-    config = load(config_path, overrides)
-    with reading(config.journal) as store:
-        if model_id is None:
-            _show("models", store.models(), as_json)
-            return
+    shards = shard_configs(load(config_path, overrides))
+    if model_id is None:
+        _show("models", [row for shard in shards for row in _models(shard.journal)], as_json)
+        return
+    number = min(shard_of(model_id), len(shards))
+    with reading(shards[number - 1].journal) as store:
         operations, snapshots = store.operations(model_id, 0, 2**62), store.snapshots(model_id)
     if not operations:
         raise NotFound(
@@ -38,6 +42,11 @@ def run(
         console.print(
             f"a new model can start from any step: tinker://{model_id}/steps/<0 to {step}>"
         )
+
+
+def _models(config: JournalConfig) -> list[dict[str, Any]]:
+    with reading(config) as store:
+        return list(store.models())
 
 
 def _operation(operation: Operation, snapshots: Sequence[SnapshotTaken]) -> dict[str, Any]:

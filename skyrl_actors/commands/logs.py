@@ -2,6 +2,7 @@
 
 import sys
 
+from skyrl_actors.commands.controllers import num_shards
 from skyrl_actors.commands.serve import join
 from skyrl_actors.messages.errors import ConfigError, NotFound, Unavailable
 from skyrl_actors.part_logs import PartLogs
@@ -12,7 +13,7 @@ def show(part: str, follow: bool, lines: int, printed: bool, service: str) -> No
     join(service)
     plain = not sys.stdout.isatty()
     try:
-        for text in PartLogs(service).read(
+        for text in PartLogs(service, num_shards(service)).read(
             part, lines, follow=follow, printed=printed, plain=plain
         ):
             sys.stdout.write(text)

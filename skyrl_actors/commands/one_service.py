@@ -8,6 +8,7 @@ from ray.serve import context
 
 from skyrl_actors.api.client import find_controller
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.private_folders import private_folder, run_folder
 
@@ -30,6 +31,16 @@ def started_services() -> list[str]:
 def stop_command(name: str) -> str:
     """Return the command that stops a service."""
     return "skyrl-actors stop" + ("" if name == "skyrl-actors" else f" --name {name}")
+
+
+def refuse_shard(name: str) -> None:
+    """Raise ConfigError for the name of one shard: commands act on whole services."""
+    service, dot, number = name.partition(".")
+    if dot:
+        raise ConfigError(
+            f"{name!r} is shard {number} of {service!r}, and commands act on a whole service; use "
+            f"--name {service}"
+        )
 
 
 def check_port(config: ClusterConfig) -> None:
@@ -58,11 +69,12 @@ def _refuse(name: str) -> None:
 
 def refuse_second(config: ClusterConfig) -> None:
     """Raise ConfigError if a service of this name runs."""
-    try:
-        find_controller(config.name)
-    except ValueError:
-        return
-    _refuse(config.name)
+    for shard in shard_configs(config):
+        try:
+            find_controller(shard.name)
+        except ValueError:
+            continue
+        _refuse(config.name)
 
 
 def refuse_other_edge(config: ClusterConfig) -> None:

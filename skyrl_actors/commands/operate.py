@@ -5,8 +5,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.commands.asking import actor, asked, seconds_in, time_text
+from skyrl_actors.commands.controllers import running_client
 from skyrl_actors.commands.serve import join, read_status
 from skyrl_actors.commands.terminal import console, note, show_rows
 from skyrl_actors.controller.calls import ControllerCalls
@@ -146,7 +147,7 @@ def drain(timeout: str, service: str) -> bool:
     if not timeout_s:
         return True
     join(service)
-    left = asyncio.run(_until_idle(ControllerClient(*find_controller(service)), timeout_s))
+    left = asyncio.run(_until_idle(running_client(service), timeout_s))
     if left:
         console.print(f"{left} requests are open after {timeout}; `requests` lists them")
     else:

@@ -9,7 +9,7 @@ from placement.memory import render as render_memory
 from placement.render import render
 from placement.shape import ModelShape
 from placement.types import Node
-from skyrl_actors.backends.demands import part_of, plan_for, shared_plan
+from skyrl_actors.backends.demands import part_of, shard_plans, with_host_shares
 from skyrl_actors.backends.memory_demands import checked, refuse, shape_in
 from skyrl_actors.backends.parking_plan import parking_plan
 from skyrl_actors.backends.remedies import Source
@@ -86,8 +86,11 @@ def _run_config(
             )
         _print_catalogue(config, nodes)
         return
-    made = plan_for(config, nodes)
+    made, *others = shard_plans(config, nodes)
+    hosts = with_host_shares(config, nodes)
     print(render(made))
+    for number, other in enumerate(others, 2):
+        print(f"\nshard {number}\n{render(other)}")
     shape, reason = _shape(config, model)
     if shape is None:
         print(f"\nno memory plan: {reason}")
@@ -99,7 +102,7 @@ def _run_config(
         command=shlex.join(["skyrl-actors", "plan", str(path), *overrides, *asked]),
         changed=lambda _, more: _changed(path, [*overrides, *(f"{key}{one}" for one in more)]),
     )
-    memory, complaints = checked(config, shape, made, nodes, source)
+    memory, complaints = checked(config, shape, made, hosts, source)
     print(render_memory(memory, complaints if config.placement.memory_check == "warn" else []))
     refuse(config, complaints, key)
 
@@ -124,8 +127,11 @@ def _shape(config: ClusterConfig, model: Path | None) -> tuple[ModelShape | None
 def _print_catalogue(config: ClusterConfig, nodes: list[Node]) -> None:
     """Print the slots that all base models share, the memory of each, and how many fit at once."""
     served = config.served()
-    made = shared_plan(config, served, nodes)
+    made, *others = shard_plans(config, nodes)
+    hosts = with_host_shares(config, nodes)
     print(render(made))
+    for number, other in enumerate(others, 2):
+        print(f"\nshard {number}\n{render(other)}")
     plans: dict[str, MemoryPlan] = {}
     complaints: dict[str, list[str]] = {}
     for name, own in served.items():
@@ -133,7 +139,7 @@ def _print_catalogue(config: ClusterConfig, nodes: list[Node]) -> None:
         if shape is None:
             print(f"\n{name}: no memory plan: {reason}")
             continue
-        plans[name], complaints[name] = checked(own, shape, part_of(made, own.name), nodes)
+        plans[name], complaints[name] = checked(own, shape, part_of(made, own.name), hosts)
         print(f"\n{name}\n{render_memory(plans[name], complaints[name])}")
     for name, found in complaints.items():
         refuse(served[name], found)

@@ -2,15 +2,18 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from skyrl_actors.commands.backup import check_is_journal
 from skyrl_actors.commands.terminal import bar, console
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.config.load import load
+from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.controller.checkpoints import RUN_FILE, CheckpointFolders
 from skyrl_actors.journal import copying, opening
 from skyrl_actors.journal.mirrored import mirror_of
@@ -23,6 +26,7 @@ from skyrl_actors.storage.copies import (
     FileCopy,
     copied,
     faults,
+    journal_part,
     read_manifest,
 )
 from skyrl_actors.storage.objects import Objects
@@ -38,55 +42,80 @@ def restore(source: Path, config: Path, overrides: Sequence[str]) -> None:
     """
     wanted = load(config, overrides)
     files, about = read_manifest(source)
-    mirror = mirror_of(wanted.journal.mirror)
-    if mirror is not None and mirror.has(opening.MARKER):
-        raise ConfigError(f"{mirror.url} has a journal already; set another journal.mirror")
-    engine, folder = copying.engine_of(wanted.journal)
-    places = {JOURNAL: folder, CHECKPOINTS: wanted.checkpoint_dir.expanduser().resolve()}
-    for place in places.values():
-        if place.exists() and any(place.iterdir()):
-            raise ConfigError(f"{place} is not empty; restore into empty folders")
-    remote = engine if wanted.journal.url is not None else None
-    if remote is not None:
-        with remote.connect() as connection:
-            opening.check_empty(connection)
+    journals = {
+        journal_part(number): shard.journal for number, shard in enumerate(shard_configs(wanted), 1)
+    }
+    if (count := about.get("shards", 1)) != len(journals):
+        raise ConfigError(
+            f"the backup has {count} shards, and shards.count is {len(journals)}; add "
+            f"shards.count={count}"
+        )
+    engines = {part: copying.engine_of(journal)[0] for part, journal in journals.items()}
+    places = {part: copying.engine_of(journal)[1] for part, journal in journals.items()}
+    places[CHECKPOINTS] = wanted.checkpoint_dir.expanduser().resolve()
+    remotes = {part: engines[part] for part, own in journals.items() if own.url is not None}
+    _check_empty(journals.values(), places.values(), remotes.values())
     if found := list(faults(source, files)):
         raise ConfigError(f"the backup is damaged: {'; '.join(found[:3])}")
     try:
-        _put(source, files, places, remote)
+        _put(source, files, places, remotes)
     except BaseException:  # also Ctrl-C
         for place in places.values():
             _emptied(place)
         raise
     finally:
-        engine.dispose()
+        for engine in engines.values():
+            engine.dispose()
     command = " ".join(["skyrl-actors serve", str(config), *overrides])
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(about["made_at"]))
     console.print(
-        f"restored {about['service']} as it was at {made} to {folder} and "
+        f"restored {about['service']} as it was at {made} to {places[JOURNAL]} and "
         f"{places[CHECKPOINTS]}; start it with `{command}`"
     )
 
 
-def _put(source: Path, files: dict[str, FileCopy], places: dict[str, Path], remote: Any) -> None:
-    """Copy all files, and the rows to another database if there is one."""
+def _check_empty(
+    journals: Iterable[JournalConfig], places: Iterable[Path], remotes: Iterable[Any]
+) -> None:
+    """Raise ConfigError if a mirror, a folder or a database has something already."""
+    for journal in journals:
+        mirror = mirror_of(journal.mirror)
+        if mirror is not None and mirror.has(opening.MARKER):
+            raise ConfigError(f"{mirror.url} has a journal already; set another journal.mirror")
+    for place in places:
+        if place.exists() and any(place.iterdir()):
+            raise ConfigError(f"{place} is not empty; restore into empty folders")
+    for remote in remotes:
+        with remote.connect() as connection:
+            opening.check_empty(connection)
+
+
+def _put(
+    source: Path,
+    files: dict[str, FileCopy],
+    places: dict[str, Path],
+    remotes: Mapping[str, Any],
+) -> None:
+    """Copy all files, and the rows to other databases if there are such."""
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = places[JOURNAL]
-    (folder / INCOMPLETE).touch()
-    for empty in (opening.PACKS, opening.SNAPSHOTS):
-        (folder / empty).mkdir(mode=0o700)
+    folders = [place for part, place in places.items() if part != CHECKPOINTS]
+    for folder in folders:
+        (folder / INCOMPLETE).touch()
+        for empty in (opening.PACKS, opening.SNAPSHOTS):
+            (folder / empty).mkdir(mode=0o700)
     with bar("files", len(files)) as progress:
         for name in sorted(files, key=lambda name: name.endswith(f"/{opening.MARKER}")):
             part, _, rest = name.partition("/")
-            if remote is None or name != f"{JOURNAL}/{opening.DATABASE}":
+            if part not in remotes or rest != opening.DATABASE:
                 copied(source / name, places[part] / rest)
             progress.advance(progress.task_ids[0])
-    if remote is not None:
-        copy = opening.connect_unchanged(source / JOURNAL / opening.DATABASE)
+    for part, remote in remotes.items():
+        copy = opening.connect_unchanged(source / part / opening.DATABASE)
         copying.copy_rows(copy, remote, lambda _: None)
         copy.dispose()
-    (folder / INCOMPLETE).unlink()
+    for folder in folders:
+        (folder / INCOMPLETE).unlink()
 
 
 def _emptied(place: Path) -> None:
@@ -100,19 +129,23 @@ def _emptied(place: Path) -> None:
 def check(target: Path, overrides: Sequence[str]) -> bool:
     """Check a backup, or the journal and checkpoints of a config. Return whether all is whole."""
     if target.is_dir():
-        files, _ = read_manifest(target)
+        files, about = read_manifest(target)
         problems = list(faults(target, files))
-        database = opening.connect_unchanged(target / JOURNAL / opening.DATABASE)
-        problems += _checked(database, target / JOURNAL, target / CHECKPOINTS)
+        for number in range(1, about.get("shards", 1) + 1):
+            folder = target / journal_part(number)
+            database = opening.connect_unchanged(folder / opening.DATABASE)
+            problems += _checked(database, folder)
+        problems += _of_checkpoints(target / CHECKPOINTS)
         what = f"{len(files)} files of {MANIFEST}, and all that the journal names"
     else:
         wanted: ClusterConfig = load(target, overrides)
-        engine, folder = copying.engine_of(wanted.journal)
-        if not (folder / opening.MARKER).is_file():
-            raise ConfigError(f"{folder} is no journal; set journal.folder to one")
-        with copying.held(folder):
-            mirror = mirror_of(wanted.journal.mirror)
-            problems = _checked(engine, folder, wanted.checkpoint_dir, mirror)
+        problems: list[str] = []
+        for shard in shard_configs(wanted):
+            check_is_journal(shard.journal)
+            engine, folder = copying.engine_of(shard.journal)
+            with copying.held(folder):
+                problems += _checked(engine, folder, mirror_of(shard.journal.mirror))
+        problems += _of_checkpoints(wanted.checkpoint_dir)
         what = "all that the journal names, and the checkpoints"
     for problem in problems[:SHOWN_FAULTS]:
         console.print(f"[red]{problem}[/red]")
@@ -122,18 +155,21 @@ def check(target: Path, overrides: Sequence[str]) -> bool:
     return not problems
 
 
-def _checked(
-    engine: Any, folder: Path, checkpoints: Path, mirror: Objects | None = None
-) -> list[str]:
-    """Return the faults of a journal and of checkpoints."""
+def _checked(engine: Any, folder: Path, mirror: Objects | None = None) -> list[str]:
+    """Return the faults of a journal."""
     try:
         with bar("records", None) as progress:
             task = progress.task_ids[0]
-            found = list(
+            return list(
                 copying.faults(engine, folder, lambda n: progress.update(task, completed=n), mirror)
             )
     finally:
         engine.dispose()
+
+
+def _of_checkpoints(checkpoints: Path) -> list[str]:
+    """Return the faults of checkpoints."""
+    found: list[str] = []
     folders = CheckpointFolders(checkpoints)
     readable = {run.run_id.replace(":", "_"): run for run in folders.runs()}
     for file in sorted(folders.root.glob(f"*/{RUN_FILE}")):

@@ -15,15 +15,24 @@ import psutil
 import ray
 from ray import serve
 
+from placement.reserve import cluster_nodes
 from skyrl_actors import remote
-from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.api.client import find_controller
+from skyrl_actors.backends.demands import shard_plans
 from skyrl_actors.commands import cluster, haproxy
+from skyrl_actors.commands.controllers import (
+    controller_names,
+    running_client,
+    shard_names,
+    share_settings,
+)
 from skyrl_actors.commands.left_behind import refuse_left_behind
 from skyrl_actors.commands.old_sessions import remove_old_sessions
 from skyrl_actors.commands.one_service import (
     check_port,
     refuse_other_edge,
     refuse_second,
+    refuse_shard,
     started_services,
     state_file,
 )
@@ -32,6 +41,7 @@ from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
+from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
@@ -51,11 +61,13 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     refuse_left_behind(loaded, Path.cwd())
     config = with_absolute_paths(loaded)
     check_port(config)
-    SqlJournal(config.journal, KINDS).check()
+    for shard in shard_configs(config):
+        SqlJournal(shard.journal, KINDS).check()
     check_writable(config.checkpoint_dir, "checkpoint_dir")
     base_folders = cluster.prepare_base_models(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)
+    shard_plans(config, cluster_nodes())  # raises if they do not fit
     refuse_second(config)  # must precede the clean-up below, which would stop the running service
     with ExitStack() as undo:
         undo.callback(stop, config.name)
@@ -66,7 +78,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
             "transfers": [str(folder) for folder in cluster.transfer_folders(config)],
         }
         state_file(config.name).write_text(json.dumps(state))
-        asyncio.run(_start_controller(config, base_folders))
+        asyncio.run(_start_controllers(config, base_folders))
         start_ingress(config)
         wait_until_healthy(config)
         undo.pop_all()
@@ -132,10 +144,9 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     return True
 
 
-async def _start_controller(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
-    controller = cluster.create_controller(config, base_folders, detached=True)
-    await cluster.wait_until_started(controller)
-    cluster.create_standby(config, base_folders)
+async def _start_controllers(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
+    await cluster.start_controllers(config, base_folders)
+    await share_settings(config)
 
 
 def start_ingress(config: ClusterConfig) -> None:
@@ -242,8 +253,8 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
         base_folders = cluster.prepare_base_models(config)
         with ExitStack() as undo:
             # the next deploy would otherwise find a controller that serves nothing
-            undo.callback(lambda: [typed_ray.kill(p) for p in find_controller(config.name)])
-            asyncio.run(_start_controller(config, base_folders))
+            undo.callback(lambda: asyncio.run(remote.end_named(controller_names(config.name))))
+            asyncio.run(_start_controllers(config, base_folders))
             undo.pop_all()
     else:
         settings = typed_ray.get(running.settings.remote(), timeout=SETTINGS_S)
@@ -286,7 +297,7 @@ def read_spans(name: str) -> list[Span]:
         ConfigError: There is no service of that name.
     """
     join(name)
-    return asyncio.run(ControllerClient(*find_controller(name)).once.spans())
+    return asyncio.run(_spans(name))
 
 
 def status(name: str, as_json: bool) -> bool:
@@ -305,11 +316,16 @@ def status(name: str, as_json: bool) -> bool:
 
 async def _status(name: str) -> dict[str, Any]:
     join(name)
-    return await ControllerClient(*find_controller(name)).once.status()
+    return await running_client(name).once.status()
+
+
+async def _spans(name: str) -> list[Span]:
+    return await running_client(name).once.spans()
 
 
 def join(name: str) -> None:
     """Connect to Ray if necessary, and raise ConfigError if the service does not run."""
+    refuse_shard(name)
     try:
         if not ray.is_initialized():
             cluster.join_ray()
@@ -325,22 +341,14 @@ def stop(name: str) -> None:
 
     Stopping a service that does not run is allowed.
     """
+    refuse_shard(name)
     noted = state_file(name)
     ran = noted.exists()
     state: dict[str, Any] = json.loads(noted.read_text()) if ran else {"started_ray": False}
     if _joined():
         if not state["started_ray"]:  # otherwise Serve stops together with Ray
             _delete_endpoint(name)
-        try:
-            asyncio.run(cluster.close_controller(*find_controller(name)))
-            ran = True
-        except ValueError:
-            note(f"no controller of {name!r} is running")
-        except (SkyrlActorsError, TimeoutError) as error:
-            note(f"the controller did not stop cleanly: {error}")
-        if not state["started_ray"]:
-            cluster.end_parts(name)
-            asyncio.run(remote.publish(name, None))
+        ran = asyncio.run(_closed(name, end_all=not state["started_ray"])) or ran
         typed_ray.shutdown()
     haproxy.closing(name)
     if state["started_ray"]:
@@ -353,6 +361,28 @@ def stop(name: str) -> None:
     cluster.remove_folder(haproxy.folder(name))
     noted.unlink(missing_ok=True)
     note(f"{name} is stopped" if ran else f"no service named {name!r} was running here")
+
+
+async def _closed(name: str, end_all: bool) -> bool:
+    """Close all controllers, and with `end_all` end their actors. Return whether one ran."""
+    shards = shard_names(name)
+    ran = await asyncio.gather(*(_closed_shard(shard) for shard in shards))
+    if end_all:
+        for shard in shards:
+            cluster.end_parts(shard)
+            await remote.publish(shard, None)
+    return any(ran)
+
+
+async def _closed_shard(name: str) -> bool:
+    try:
+        await cluster.close_controller(*find_controller(name))
+    except ValueError:
+        note(f"no controller of {name!r} is running")
+        return False
+    except (SkyrlActorsError, TimeoutError) as error:
+        note(f"the controller of {name!r} did not stop cleanly: {error}")
+    return True
 
 
 def _delete_endpoint(name: str) -> None:

@@ -22,6 +22,7 @@ def show_status(content: dict[str, Any]) -> None:
     )
     if "standby" in content:
         console.print(f"controller {content['process']}  standby {content['standby'] or 'none'}")
+    show_rows("shards", content.get("shards", []))
     bases: dict[str, dict[str, Any]] = content.get("base_models", {})
     if bases:
         show_rows("base models", [{"name": name, **_plain(base)} for name, base in bases.items()])

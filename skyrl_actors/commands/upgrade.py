@@ -12,14 +12,14 @@ from pathlib import Path
 
 from ray.exceptions import RayError
 
-from skyrl_actors import remote
 from skyrl_actors.api.client import find_controller
 from skyrl_actors.commands import cluster, serve
+from skyrl_actors.commands.controllers import share_settings
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
-from skyrl_actors.controller.standby import actor_names
+from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.journal.journal import reading
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.remote import typed_ray
@@ -33,6 +33,7 @@ STATE = (
     "checkpoint_dir",
     "http.host",
     "http.port",
+    "shards.",
 )
 
 
@@ -41,10 +42,11 @@ def run(config_path: Path, overrides: Sequence[str]) -> None:
     config = serve.with_absolute_paths(load(config_path, overrides))
     serve.join(config.name)
     _check_same_state(config)
-    with reading(config.journal):  # raises if a newer version wrote it
-        pass
+    for shard in shard_configs(config):
+        with reading(shard.journal):  # raises if a newer version wrote it
+            pass
     base_folders = cluster.prepare_base_models(config)
-    note("ending the old controller; clients wait")
+    note("replacing the controller; clients wait")
     asyncio.run(_replaced(config, base_folders))
     serve.start_ingress(config)
     serve.wait_until_healthy(config)
@@ -66,12 +68,10 @@ def _check_same_state(config: ClusterConfig) -> None:
     if keys := [key for key in changed if key.startswith(STATE)]:
         raise ConfigError(
             f"the running service has other values: {masked('; '.join(keys))}; an upgrade keeps "
-            "name, address, base model, journal and checkpoints"
+            "name, address, base model, journal, checkpoints and shards"
         )
 
 
 async def _replaced(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
-    await remote.end_named(actor_names(config.name))
-    controller = cluster.create_controller(config, base_folders, detached=True)
-    await cluster.wait_until_started(controller)
-    cluster.create_standby(config, base_folders)
+    await cluster.start_controllers(config, base_folders)
+    await share_settings(config)

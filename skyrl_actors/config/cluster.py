@@ -20,7 +20,9 @@ from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.config.served_bases import ParkingConfig, check_labels, dumped, keys_of
+from skyrl_actors.config.shards import ShardsConfig
 from skyrl_actors.config.state_folder import place_in, shown_place
 from skyrl_actors.config.strategies import (
     DeepSpeedStrategy,
@@ -37,7 +39,6 @@ from skyrl_actors.config.transfers import (
 from skyrl_actors.messages.model import ExpertLayout
 
 COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
-LEAST_COLLECTIVE_TIMEOUT_S = 30.0  # ranks connect within this time
 LEAST_HOST_ADAPTERS = 8
 LEAST_QUEUED = 64  # sequences in the own queues of engines
 SAMPLES_IN_FLIGHT = 512  # the default for few engines
@@ -126,47 +127,6 @@ class LoraConfig(FrozenConfig):
         return self
 
 
-class RestartConfig(FrozenConfig):
-    """Deadlines of processes, and how those are restarted that died or exceeded one."""
-
-    start_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="longest wait for free devices, or of a new model for memory, and longest "
-        "time for a group or an engine to load the base model",
-    )
-    call_timeout_s: float = Field(
-        default=900.0,
-        gt=0,
-        description="longest time of one operation on a rank, and of one sample or transfer of an "
-        "engine without the time in which it was suspended; a collective operation between ranks "
-        "may take a third of it",
-    )
-    max_in_a_row: int = Field(
-        default=5,
-        ge=0,
-        description="consecutive restarts of an actor without a success; after that it is given "
-        "up. One operation is tried once less, so that it fails before its actor is given up",
-    )
-
-    standby_controller: bool = Field(
-        default=False,
-        description="a second controller process of a service, which takes over when the first one "
-        "dies. On several machines it needs journal.url, and journal.folder and checkpoint_dir on "
-        "shared storage; then it also takes over when a machine vanishes",
-    )
-
-    @property
-    def attempts(self) -> int:
-        """How often one operation is tried if its ranks die while it runs."""
-        return max(self.max_in_a_row - 1, 1)
-
-    @property
-    def collective_timeout_s(self) -> float:
-        """Longest time of one collective operation between ranks."""
-        return max(self.call_timeout_s / 3, LEAST_COLLECTIVE_TIMEOUT_S)
-
-
 class ClusterConfig(FrozenConfig):
     """The whole config of a service."""
 
@@ -200,6 +160,7 @@ class ClusterConfig(FrozenConfig):
     http: HttpConfig = HttpConfig()
     journal: JournalConfig = Field(default=JournalConfig(), validate_default=True)
     restart: RestartConfig = RestartConfig()
+    shards: ShardsConfig = ShardsConfig()
     observe: ObserveConfig = ObserveConfig()
     environment: EnvironmentVariables = Field(
         default_factory=dict[str, str],

@@ -295,6 +295,8 @@ class JobConfig(FrozenConfig):
             raise ValueError(
                 "cluster.base_models: a job trains one base model; set cluster.base_model"
             )
+        if self.cluster.shards.count > 1:
+            raise ValueError("cluster.shards: a job has one controller; leave shards out")
         if self.cluster.checkpoint_mirror is not None:
             raise ValueError(
                 "a job keeps its checkpoints in its run's folder; set run.folder instead of "

@@ -19,6 +19,8 @@ OWN_KEYS = (  # the sections that a base model can have for itself
     "transfer",
     "logprob_check",
 )
+# Keys of the whole service. The name of a shard has a dot, which no name in a file may have.
+OF_SERVICE = ("base_models", "parking", "base_model", "name")
 LABEL = re.compile(r"[a-z0-9][a-z0-9_-]{0,20}")
 
 
@@ -86,7 +88,7 @@ def dumped(config: FrozenConfig) -> Keys:
 
 def keys_of(common: Keys, entry: Keys) -> Keys:
     """Return the keys of one base model's config: those of the service, overridden by its own."""
-    shared = {k: v for k, v in common.items() if k not in ("base_models", "parking", "base_model")}
+    shared = {k: v for k, v in common.items() if k not in OF_SERVICE}
     return _merged(shared, entry)
 
 

@@ -40,7 +40,7 @@ function table(id, columns, rows, nothing, choose) {
       const cell = document.createElement("td"), text = read(row);
       cell.append(text === null || text === undefined ? "" : text);
       if (kind === "number") cell.className = "number";
-      if (kind === "state") cell.className = /^(HEALTHY|up|ready|finished)$/.test(text) ? "good" : /^(STARTING|STALE|DRAINING|unfinished)/.test(text) ? "" : "bad";
+      if (kind === "state") cell.className = /^(HEALTHY|up|ready|running|finished)$/.test(text) ? "good" : /^(STARTING|STALE|DRAINING|paused|draining|unfinished)/.test(text) ? "" : "bad";
       line.append(cell);
     }
     if (choose) {
@@ -140,6 +140,11 @@ function drawTables(state) {
     ["running", ([, b]) => number(b.running), "number"], ["waiting", ([, b]) => number(b.waiting), "number"],
     ["fault", ([, b]) => b.fault || ""],
   ], bases, "");
+  at("of_shards").hidden = !(state.shards || []).length;
+  table("shards", [
+    ["shard", (s) => s.shard], ["state", (s) => s.fault ? s.fault : s.mode || "", "state"], ["sessions", (s) => number(s.sessions), "number"],
+    ["open requests", (s) => number(s.open_requests), "number"], ["controller", (s) => s.process || ""], ["standby", (s) => s.standby || ""],
+  ], state.shards || [], "");
   table("engines", [
     ["engine", (e) => e.name], ["state", (e) => e.state, "state"], ["full weights", (e) => e.version ?? (e.state === "HEALTHY" ? "dropped" : "")],
     ["adapters", (e) => number(e.adapters), "number"], ["asleep", (e) => e.asleep ? "yes" : ""], ["running", (e) => number(e.running), "number"],

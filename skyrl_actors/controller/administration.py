@@ -20,7 +20,8 @@ class Administration:
         self.keys = KeyStore(journal, config.http.api_keys, wall)
         self.log = AuditLog(journal, wall, self.keys.label)
         self.quotas = Quotas(wall)
-        self.usage = QuotaStore(journal, self.keys, self.quotas, wall)
+        are_divided = config.shards.count > 1 and config.shards.spread == "session"
+        self.usage = QuotaStore(journal, self.keys, self.quotas, wall, are_divided)
         self.mode = ServiceMode()
         self.recent = Recent(wall)
 

@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_actors import clock
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.shard_configs import keeper
 from skyrl_actors.controller.checkpoint_metadata import ABOUT_FILE, CheckpointMetadata
 from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
-from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.published import Published
+from skyrl_actors.controller.run_folders import (
+    RUN_FILE,
+    SPEC_FILE,
+    RunFolders,
+    checkpoints_in,
+    keeps_all,
+)
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
-from skyrl_actors.messages.errors import Conflict, Corrupt, InternalError, NotFound
+from skyrl_actors.messages.errors import Conflict, Corrupt, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, owner_of
 from skyrl_actors.messages.weights import SCORED_FILE
@@ -27,8 +35,6 @@ from skyrl_actors.storage.files import fsync
 from skyrl_actors.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
-SPEC_FILE = "model_spec.json"
-RUN_FILE = "run.json"
 SAVED_BY = "saved_by"
 DELETED = ".deleted"
 OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
@@ -42,19 +48,29 @@ class CheckpointFolders:
     """
 
     def __init__(
-        self, root: Path, wall: Callable[[], float] = clock.now, mirror_url: str | None = None
+        self,
+        root: Path,
+        wall: Callable[[], float] = clock.now,
+        mirror_url: str | None = None,
+        keeps: Callable[[str], bool] = keeps_all,
     ):
         """Use the checkpoints below `root`.
 
         `mirror_url` is a second place for each checkpoint, written before its request is
-        answered. Only a process that changes checkpoints needs it.
+        answered. Only a process that changes checkpoints needs it. `keeps`: whether this process
+        cleans up what belongs to an id.
         """
         self.root = root.expanduser().resolve()
         self._wall = wall
         self._metadata = CheckpointMetadata(wall)
-        self._index = OwnerIndex(self.root)
+        self._run_folders = RunFolders(self.root, keeps)
         self._published = Published(self.runs)
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
+
+    @property
+    def keeps(self) -> Callable[[str], bool]:
+        """Whether this process cleans up what belongs to an id."""
+        return self._run_folders.keeps
 
     def align(self) -> int:
         """Copy checkpoints that only the mirror or only this machine has to the other place.
@@ -63,9 +79,9 @@ class CheckpointFolders:
         """
         if self._mirror is None:
             return 0
-        fetched = self._mirror.pull(RUN_FILE)
-        for run in self._run_folders():
-            for folder in _checkpoints_in(run):
+        fetched = self._mirror.pull(RUN_FILE, self._run_folders.keeps)
+        for run in self._run_folders.own():
+            for folder in checkpoints_in(run):
                 # Without notes it is not complete; it may still have to be encrypted.
                 if (folder / ABOUT_FILE).exists() and not self._mirror.has(folder):
                     self._mirrored(folder)
@@ -78,14 +94,8 @@ class CheckpointFolders:
             if run.exists():
                 self._mirror.put_file(run)
 
-    def _run_folder(self, model_id: str) -> Path:
-        folder = self.root / model_id.replace(":", "_")
-        if not folder.is_relative_to(self.root):
-            raise InternalError(f"model id {model_id} leads out of the checkpoint folder")
-        return folder
-
     def folder(self, path: TinkerPath) -> Path:
-        return self._run_folder(path.model_id) / path.kind / path.name
+        return self._run_folders.of(path.model_id) / path.kind / path.name
 
     def saved_by(self, folder: Path, request_id: str) -> bool:
         """Return whether an earlier attempt of this request wrote the folder."""
@@ -204,7 +214,7 @@ class CheckpointFolders:
         spec: ModelSpec,
         ttl_seconds: int | None,
     ) -> None:
-        if (self._run_folder(target.model_id) / RUN_FILE).exists():
+        if (self._run_folders.of(target.model_id) / RUN_FILE).exists():
             raise Conflict(
                 f"training run {target.model_id} exists already; use another model_seq_id"
             )
@@ -237,12 +247,12 @@ class CheckpointFolders:
     def sweep(self) -> int:
         """Remove expired checkpoints and return their number."""
         count = 0
-        for run in self._run_folders():
+        for run in self._run_folders.own():
             for left in run.glob(f"*/.*{DELETED}"):  # left by a service that died during a deletion
                 shutil.rmtree(left, ignore_errors=True)
             for place in (run, *(run / kind for kind in CHECKPOINT_KINDS)):
                 sweep_abandoned(place)
-            for folder in _checkpoints_in(run):
+            for folder in checkpoints_in(run):
                 try:
                     if self._metadata.is_expired(folder):
                         self._remove(folder)
@@ -253,7 +263,7 @@ class CheckpointFolders:
 
     def note_run(self, spec: ModelSpec, session_id: str, user_metadata: dict[str, str]) -> None:
         """Record the training run of a model. A repeat changes nothing."""
-        folder = self._run_folder(spec.model_id)
+        folder = self._run_folders.of(spec.model_id)
         if read_json(folder / RUN_FILE) is None:
             folder.mkdir(parents=True, exist_ok=True)
             rank = spec.lora.rank if spec.lora else None
@@ -276,7 +286,7 @@ class CheckpointFolders:
         With `owner`, return only the runs of that owner. With `published` too, add runs of others
         that have published checkpoints.
         """
-        found = self._readable(self._run_folders(owner))
+        found = self._readable(self._run_folders.all(owner))
         if owner is not None:
             found = [run for run in found if owner_of(run.run_id) == owner]
             if published:
@@ -295,7 +305,7 @@ class CheckpointFolders:
 
     def _published_by_others(self, owner: str) -> list[Path]:
         folders = [
-            self._run_folder(run_id)
+            self._run_folders.of(run_id)
             for run_id in self._published.run_ids()
             if owner_of(run_id) != owner
         ]
@@ -303,7 +313,7 @@ class CheckpointFolders:
 
     def run(self, model_id: str) -> RunEntry:
         """Return one training run. Raises NotFound for an unknown or damaged one."""
-        folder = self._run_folder(model_id)
+        folder = self._run_folders.of(model_id)
         if not (folder / RUN_FILE).is_file():
             raise NotFound(f"no training run {model_id!r}")
         try:
@@ -326,14 +336,10 @@ class CheckpointFolders:
         """Return the bytes of all checkpoints of an owner."""
         return sum(checkpoint.num_bytes for checkpoint in self.checkpoints(owner))
 
-    def _run_folders(self, owner: str | None = None) -> list[Path]:
-        folders = (self.root / name for name in self._index.names(owner))
-        return [folder for folder in folders if (folder / RUN_FILE).is_file()]
-
     def _run(self, folder: Path) -> RunEntry:
         content = json.loads((folder / RUN_FILE).read_text())
         found = list[CheckpointEntry]()
-        for item in _checkpoints_in(folder):
+        for item in checkpoints_in(folder):
             try:
                 if not self._metadata.is_expired(item):
                     found.append(self._entry(content["run_id"], item))
@@ -372,13 +378,9 @@ class CheckpointFolders:
         shutil.rmtree(hidden)
 
 
-def _checkpoints_in(run: Path) -> list[Path]:
-    return [
-        file.parent
-        for kind in CHECKPOINT_KINDS
-        for file in (run / kind).glob(f"*/{SPEC_FILE}")
-        if not file.parent.name.startswith(".")
-    ]
+def folders_of(config: ClusterConfig, wall: Callable[[], float]) -> CheckpointFolders:
+    """Return the checkpoints of a service, which the controller with this config changes."""
+    return CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror, keeper(config))
 
 
 def _newest_first(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:

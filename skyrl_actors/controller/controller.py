@@ -27,7 +27,7 @@ from skyrl_actors.controller.calls import (
     ServiceCalls,
     UsageCalls,
 )
-from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.checkpoints import folders_of
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.examine import Examiner
@@ -90,9 +90,7 @@ class Controller:
         self.opened = asyncio.Event()  # the journal is open
         self.wall, self.started_at = wall, wall()
         self._closing = False
-        self.folders = folders = CheckpointFolders(
-            config.checkpoint_dir, wall, config.checkpoint_mirror
-        )
+        self.folders = folders = folders_of(config, wall)
         self._space = FreeSpace(
             {"journal": config.journal.folder, "checkpoints": folders.root},
             config.limits,

@@ -111,6 +111,14 @@ class KeyStore:
             await self._store(revoked, "revoke", actor, ", ".join(map(_shown, revoked)))
             return revoked
 
+    async def take_keys(self, keys: list[StoredKey]) -> None:
+        """Store keys as the first shard of this service has them. A repeat changes nothing."""
+        async with self._acting:
+            changed = [key for key in keys if self._keys.get(key.digest) != key]
+            if changed:
+                await self._journal.write(*map(KeyStored, changed))
+                self.begin((self._keys | {key.digest: key for key in changed}).values())
+
     def owner_named(self, which: str) -> tuple[str, str]:
         """Return owner and name of a valid key by its name or id. Raises NotFound."""
         for key in self._valid(self._wall()):

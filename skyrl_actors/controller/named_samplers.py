@@ -10,13 +10,14 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from skyrl_actors.backends.backend import ServedModels
+from skyrl_actors.config.shard_configs import shard_number
 from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import InvalidRequest, SkyrlActorsError
-from skyrl_actors.messages.paths import checked_id, parse_path
+from skyrl_actors.messages.paths import checked_id, parse_path, shard_mark
 from skyrl_actors.messages.weights import SamplerWeights
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,10 @@ FIRST_JOIN_S = 1_750_000_000
 Retire = Callable[[Sampler], Awaitable[None]]
 
 
-def shared_id(base_model: str, version: str) -> str:
+def shared_id(base_model: str, version: str, shard: int = 1) -> str:
     """Return the id of the sampler that requests without a sampler id share."""
-    return "direct-" + hashlib.sha256(f"{base_model} {version}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{base_model} {version}".encode()).hexdigest()[:24]
+    return f"direct{shard_mark(shard) or '-'}{digest}"
 
 
 class NamedSamplers:
@@ -39,6 +41,7 @@ class NamedSamplers:
     def __init__(self, context: VerbContext, journal: Journal, retire: Retire):
         self._tenants = context.tenants
         self._context = context
+        self._shard = shard_number(context.config.name)
         self._journal = journal
         self._retire = retire
         self._last_joined = 0
@@ -78,7 +81,7 @@ class NamedSamplers:
                 if path is None
                 else await self._context.disk.read(self._context.folders.version, parse_path(path))
             )
-            sampler_id = shared_id(base_model, version)
+            sampler_id = shared_id(base_model, version, self._shard)
         known = self._tenants.samplers.get(sampler_id)
         if known is None:
             known = await self._opened(
@@ -107,7 +110,7 @@ class NamedSamplers:
         if (
             session_id is None
             and path is not None
-            and sampler_id != shared_id(base_model, sampler.weights.version)
+            and sampler_id != shared_id(base_model, sampler.weights.version, self._shard)
         ):
             raise InvalidRequest(
                 f"{path} was saved again while it was opened; send the request again"

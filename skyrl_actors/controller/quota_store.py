@@ -13,12 +13,25 @@ from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.usage import ALL_KEYS, DAY_S, LIMITS, OwnerQuota, Quota, Usage
 
 HEAVIEST = 1000.0
+DIVIDED = (
+    "limits of keys need all sessions of a key on one controller, and this service spreads them; "
+    "set shards.spread=key and start it again"
+)
 
 
 class QuotaStore:
     """The quotas in the journal. `quotas` decides by them."""
 
-    def __init__(self, journal: Journal, keys: KeyStore, quotas: Quotas, wall: Callable[[], float]):
+    def __init__(
+        self,
+        journal: Journal,
+        keys: KeyStore,
+        quotas: Quotas,
+        wall: Callable[[], float],
+        are_divided: bool = False,
+    ):
+        """`are_divided`: several controllers have sessions of one key."""
+        self._are_divided = are_divided
         self._journal = journal
         self._keys = keys
         self._quotas = quotas
@@ -40,6 +53,8 @@ class QuotaStore:
         Raises NotFound for an unknown name, InvalidRequest for a limit out of range.
         """
         check(quota)
+        if self._are_divided and any(getattr(quota, name) is not None for name in LIMITS):
+            raise InvalidRequest(DIVIDED)
         async with self._acting:
             owner, name = (ALL_KEYS, "") if which == ALL_KEYS else self._keys.owner_named(which)
             new = OwnerQuota(owner=owner, name=name, quota=quota)
@@ -51,6 +66,15 @@ class QuotaStore:
             await self._journal.write(QuotaSet(new), Audited(entry))
             self._quotas.set(new)
             return new
+
+    async def take_quotas(self, quotas: list[OwnerQuota]) -> None:
+        """Set quotas as the first shard of this service has them. A repeat changes nothing."""
+        async with self._acting:
+            changed = [quota for quota in quotas if quota not in self._quotas.all()]
+            if changed:
+                await self._journal.write(*map(QuotaSet, changed))
+                for quota in changed:
+                    self._quotas.set(quota)
 
     async def usage(self, since: float, until: float, owner: str | None) -> list[Usage]:
         """Return the usage of hours that begin from `since` to before `until`.

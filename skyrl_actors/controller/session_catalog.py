@@ -135,6 +135,8 @@ class SessionCatalog:
         """Remove the records of sessions that ended long ago and left no training run."""
         with_runs = {run.session_id for run in self._folders.runs()}
         for entry in self.sessions():
+            if not self._folders.keeps(entry.note.session_id):
+                continue
             old = self._wall() - entry.note.created_at > older_than_s
             if old and entry.status != "active" and entry.note.session_id not in with_runs:
                 try:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate
 
 from skyrl_actors.colocation.state_lock import StateLock
-from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.replica import EngineReplica, P, R

@@ -16,8 +16,8 @@ from ray.actor import ActorHandle
 from skyrl_actors import remote
 from skyrl_actors.colocation.healing import LoadRetries
 from skyrl_actors.colocation.state_lock import StateLock
-from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.engine_site import EngineSite
 from skyrl_actors.engines.interface import (
     BASE_VERSION,

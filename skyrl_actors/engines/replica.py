@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from ray.actor import ActorHandle
 
 from skyrl_actors.colocation.state_lock import StateLock
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
 from skyrl_actors.supervision.supervisor import Supervisor
 from skyrl_actors.transfer.transport import EnginePlace

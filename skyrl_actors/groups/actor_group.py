@@ -11,8 +11,8 @@ import ray
 from ray.actor import ActorHandle
 
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.groups import GroupConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.groups.batcher import Batcher, Call
 from skyrl_actors.groups.fan_out import FanOut, RankCall, Submitted
 from skyrl_actors.groups.merging import merge_rows

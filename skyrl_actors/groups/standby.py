@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.groups.worker_actor import TrainWorkerActor
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.supervision.supervisor import Supervisor

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ray.actor import ActorHandle
 
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.groups.log_tail import log_tail, stacks_of

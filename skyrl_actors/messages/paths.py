@@ -2,7 +2,8 @@
 
 A checkpoint is tinker://<model id>/<weights|sampler_weights|external_weights>/<name>. The model
 after its n-th optim_step is tinker://<model id>/steps/<n>. A model id is <session>:train:<n>, a
-sampler id is <session>:sample:<n>.
+sampler id is <session>:sample:<n>. Ids of sessions and requests that belong to shard 2 of a service
+begin with s2- and r2-.
 """
 
 import re
@@ -19,6 +20,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 CACHED_CHARS = 128  # of ids whose owner is kept
 _MARK = re.compile(r"[0-9a-f]k([0-9a-f]{10})$")
+_SHARD = re.compile(r"(?:s|r|direct)([1-9][0-9]{0,2})-")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights|steps)/([^/]+)")
 
 
@@ -86,6 +88,17 @@ def _owner(text: str) -> str:
 
 
 _cached_owner = lru_cache(4096)(_owner)  # the controller asks ten times for each request
+
+
+def shard_mark(number: int) -> str:
+    """Return what follows the first letters of an id of this shard. The first one has none."""
+    return "" if number == 1 else f"{number}-"
+
+
+def shard_of(text: str) -> int:
+    """Return the shard in a session, model, sampler, run or request id; 1 without a mark."""
+    match = _SHARD.match(text)
+    return int(match.group(1)) if match else 1
 
 
 def model_id_for(session_id: str, seq: int) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +16,8 @@ from skyrl_actors.storage.files import fsync, write_durably
 
 MANIFEST = "backup.json"
 FORMAT = 1
-JOURNAL, CHECKPOINTS = PARTS = ("journal", "checkpoints")  # the folders of a copy
+JOURNAL, CHECKPOINTS = "journal", "checkpoints"  # the folders of a copy
+_PART = re.compile(rf"{JOURNAL}(_[0-9]+)?|{CHECKPOINTS}")
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -25,6 +27,11 @@ class FileCopy:
 
     num_bytes: int
     digest: str
+
+
+def journal_part(number: int) -> str:
+    """Return the folder of a copy that has the journal of a shard. Numbers begin with 1."""
+    return JOURNAL if number == 1 else f"{JOURNAL}_{number}"
 
 
 def copied(source: Path, target: Path, previous: Path | None = None) -> FileCopy:
@@ -82,7 +89,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, FileCopy], dict[str, Any]]:
         raise ConfigError(f"{folder} is a backup of format {found}; this version reads {FORMAT}")
     for name in copies:
         parts = PurePosixPath(name).parts
-        if parts[0] not in PARTS or ".." in parts or str(PurePosixPath(*parts)) != name:
+        if not _PART.fullmatch(parts[0]) or ".." in parts or str(PurePosixPath(*parts)) != name:
             raise ConfigError(f"the backup {folder} names a file outside of it: {name[:200]!r}")
     return copies, content
 

@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -95,17 +95,20 @@ class Mirror:
             if files.exists(target):
                 files.rm(target, recursive=True)
 
-    def pull(self, alone: str) -> int:
+    def pull(self, alone: str, keeps: Callable[[str], bool]) -> int:
         """Fetch complete folders and files named `alone` that are missing here.
 
-        Returns the number of folders.
+        Only those below a folder whose name `keeps` accepts. Returns the number of folders.
         """
         fetched = 0
         with said(self._url) as files:
             base = _path(self._url)
             there = sorted(files.find(base)) if files.exists(base) else []
             for name in there:
-                own = self._root / PurePosixPath(name).relative_to(base)
+                place = PurePosixPath(name).relative_to(base)
+                own = self._root / place
+                if not keeps(place.parts[0]):
+                    continue
                 if own.name == alone and not own.exists():
                     _fetch(files, name, own)
                 elif own.name == WHOLE and not (own.parent / self._marker).exists():

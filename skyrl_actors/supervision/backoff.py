@@ -1,6 +1,6 @@
 """Pauses that double, and a limit of restarts in a row (pure)."""
 
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 
 BACKOFF_S = 0.5  # before the second restart in a row; doubles each time
 MAX_BACKOFF_S = 30.0

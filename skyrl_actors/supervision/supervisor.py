@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import Context
 
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.supervision.backoff import RestartLimit
 from skyrl_actors.supervision.health import Event, Health, after

@@ -26,7 +26,7 @@ from typing import Literal
 from skyrl_actors.messages.errors import ConfigError, InternalError
 
 # Of calls, answers and their types: raise it when a message type changes.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 VERSION_BYTES = 2
 NONCE_BYTES = PROOF_BYTES = TOKEN_BYTES = 32
 CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"

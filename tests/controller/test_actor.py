@@ -96,11 +96,14 @@ async def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     await second.close()
 
 
-async def test_the_second_process_has_no_address_until_the_first_one_ends(two: Any):
+async def test_the_second_process_has_no_address_until_the_first_one_ends(
+    two: Any, monkeypatch: pytest.MonkeyPatch
+):
     first, second = two
     client = RpcClient(lambda: first.get_rpc_address("127.0.0.1"), ControllerCalls)
     await client.call(ControllerCalls.create_session, "s1", SessionLabels())
     assert await second.get_rpc_address("127.0.0.1") is None
+    monkeypatch.setattr(actor, "ACTIVE_S", 30.0)
     assert await second.stand_by() == actor.own_process()
     asked = asyncio.create_task(second.get_rpc_address("127.0.0.1"))
     await first.close()
@@ -110,8 +113,11 @@ async def test_the_second_process_has_no_address_until_the_first_one_ends(two: A
     await client.close()
 
 
-async def test_a_process_that_cannot_start_lets_the_other_one_try(two: Any, tmp_path: Path):
+async def test_a_process_that_cannot_start_lets_the_other_one_try(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     first, second = two
+    monkeypatch.setattr(actor, "ACTIVE_S", 30.0)
     failing = second.controller
 
     async def fails(wait: bool) -> Any:
@@ -127,7 +133,7 @@ async def test_a_process_that_cannot_start_lets_the_other_one_try(two: Any, tmp_
         await client.call(ControllerCalls.heartbeat, "s1")
     again = process_in(tmp_path)
     await again.get_rpc_address("127.0.0.1")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while again.controller.readiness.capabilities is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await asyncio.sleep(actor.HANG_UP_S)

@@ -9,7 +9,8 @@ import pytest
 
 from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.config.base_models import TinyBase
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, RestartConfig
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.controller import replay
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS

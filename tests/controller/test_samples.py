@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from skyrl_actors.config.base_models import TinyBase
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, RestartConfig
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal

@@ -21,9 +21,10 @@ from pydantic import ValidationError
 
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.config.base_models import PretrainedBase
-from skyrl_actors.config.cluster import ClusterConfig, LoraConfig, RestartConfig
+from skyrl_actors.config.cluster import ClusterConfig, LoraConfig
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
 from skyrl_actors.config.groups import GroupConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.config.transfers import (
     FileTransferConfig,
     LogprobCheckConfig,

@@ -9,7 +9,7 @@ from skyrl_actors.backends.offload import Offloader
 from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
 from skyrl_actors.colocation.phases import Phase
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.local_engine import LocalEngine
 from skyrl_actors.messages.errors import InternalError
 from tests.colocation.test_healing import until

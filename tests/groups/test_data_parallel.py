@@ -15,8 +15,9 @@ from placement.planner import plan
 from placement.reserve import reserve
 from placement.types import Demand, Node
 from skyrl_actors import losses, remote
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, RestartConfig
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig
 from skyrl_actors.config.groups import GroupConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.fan_out import Branches, FanOut, RelayActor

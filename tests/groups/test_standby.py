@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.groups import standby as module
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.messages.errors import InternalError

@@ -19,8 +19,9 @@ from skyrl_actors.backends.offload import Offloader
 from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
 from skyrl_actors.colocation.phases import Phase
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, RestartConfig
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig
 from skyrl_actors.config.groups import GroupConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.groups.standby import Standby

@@ -1,10 +1,20 @@
 """A service of a test's own, started and stopped by the real commands."""
 
+import json
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from tinker import types
 
 from tests.conftest import free_port, run_cli
+
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([1, 2, 3]),
+    loss_fn_inputs={"target_tokens": [2, 3, 4]},
+)
 
 
 @contextmanager
@@ -21,3 +31,27 @@ def own_service(config: str, folder: Path, prefix: str, *more: str) -> Generator
     finally:
         stopped = run_cli("stop", "--name", name)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+
+
+def status(name: str) -> dict[str, Any]:
+    shown = run_cli("status", "--name", name, "--json")
+    assert shown.stdout, shown.stderr
+    return json.loads(shown.stdout)
+
+
+def process_in(text: str) -> int:
+    """Return the id of a process as `status` names it."""
+    found = re.fullmatch(r"process (\d+) on .+", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def steps(of: Any, count: int) -> list[float]:
+    """Train a model of an SDK's client, and return the losses."""
+    losses = []
+    for _ in range(count):
+        passing = of.forward_backward([DATUM], "cross_entropy")
+        stepping = of.optim_step(types.AdamParams(learning_rate=1e-2))
+        losses.append(passing.result().metrics["loss:sum"])
+        stepping.result()
+    return losses

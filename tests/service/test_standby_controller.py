@@ -1,8 +1,6 @@
 """A second controller process takes over while an SDK's client trains."""
 
-import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,13 +12,9 @@ import tinker
 from tinker import types
 
 from tests.conftest import run_cli
-from tests.service.own_service import own_service
+from tests.service.own_service import DATUM, own_service, process_in, status, steps
 
 pytestmark = pytest.mark.slow
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([1, 2, 3]),
-    loss_fn_inputs={"target_tokens": [2, 3, 4]},
-)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +32,6 @@ def is_controller(process: psutil.Process) -> bool:
     return (process.info["cmdline"] or [""])[0].startswith("ray::ControllerActor")
 
 
-def status(name: str) -> dict[str, Any]:
-    shown = run_cli("status", "--name", name, "--json")
-    assert shown.stdout, shown.stderr
-    return json.loads(shown.stdout)
-
-
 def with_standby(name: str) -> dict[str, Any]:
     """Return the status once a standby is ready."""
     for _ in range(60):
@@ -51,12 +39,6 @@ def with_standby(name: str) -> dict[str, Any]:
             return found
         time.sleep(0.5)
     raise AssertionError("no standby controller was ready within 30 s")
-
-
-def process_in(text: str) -> int:
-    found = re.fullmatch(r"process (\d+) on .+", text)
-    assert found is not None, text
-    return int(found[1])
 
 
 def test_each_process_takes_over_in_turn_and_no_step_is_lost_or_done_twice(
@@ -68,15 +50,6 @@ def test_each_process_takes_over_in_turn_and_no_step_is_lost_or_done_twice(
         client.create_lora_training_client("skyrl-actors/tiny", rank=4, seed=1).result()
         for _ in range(2)
     )
-
-    def steps(of: Any, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            passing = of.forward_backward([DATUM], "cross_entropy")
-            stepping = of.optim_step(types.AdamParams(learning_rate=1e-2))
-            losses.append(passing.result().metrics["loss:sum"])
-            stepping.result()
-        return losses
 
     wanted, found, processes = steps(undisturbed, 12), [], set()
     for epoch in range(1, 4):

@@ -25,7 +25,8 @@ import numpy as np
 from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.backends.catalogue import CatalogueBackend
 from skyrl_actors.config.base_models import TinyBase
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.encoding import encode
 from skyrl_actors.messages import requests as rq

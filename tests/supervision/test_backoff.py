@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.supervision import backoff
 from skyrl_actors.supervision.backoff import RestartLimit
 

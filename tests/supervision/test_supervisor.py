@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.supervision import backoff
 from skyrl_actors.supervision.health import NEXT, Event, Health, after

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, RestartConfig
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig
+from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.local_engine import DROPPED, LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import EnginePool
