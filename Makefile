@@ -35,9 +35,10 @@ $(READY): pyproject.toml conformance/pyproject.toml
 ifeq ($(ENGINE),cpu)
 	# torch must be first, because vLLM for CPU needs its CPU build. If the configured index lacks it,
 	# it comes from PyTorch's own index.
-	$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || $(BIN)/python -m pip install -q --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"
+	$(BIN)/python -m pip install -q --no-compile "torch==$(TORCH)+cpu" || $(BIN)/python -m pip install -q --no-compile --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"
 endif
-	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,adamw8bit,jax,dev]"
+	# Bytecode is written when a module is first imported: most modules never are.
+	$(BIN)/python -m pip install -q --no-compile -e ".[$(ENGINE),deepspeed,adamw8bit,jax,dev]"
 	$(BIN)/python -m pip install -q --no-deps -e conformance
 ifeq ($(ENGINE),cpu)
 	# The default builds of these are for CUDA and break imports with a CPU build of torch. The last

@@ -68,9 +68,9 @@ class Client:
         return self._seq
 
 
-def sample_of(prompt: int, answer: int) -> Work:
+def sample_of(prompt: int, answer: int, num_samples: int = 1) -> Work:
     async def work(client: Client, number: int) -> None:
-        params = rq.SamplingParams(max_tokens=answer, seed=number)
+        params = rq.SamplingParams(max_tokens=answer, seed=number, num_samples=num_samples)
         tokens = tuple((number + i) % 300 for i in range(prompt))
         await client.run(
             rq.Sample(sampler_id=client.sampler, prompt=tokens, params=params, seq_id=client.next())
@@ -101,6 +101,8 @@ WORKS: dict[str, tuple[Work, int]] = {
     "sample 64+64": (sample_of(64, 64), 2000),
     "sample 256+256": (sample_of(256, 256), 2000),
     "sample 64+4096": (sample_of(64, 4096), 2000),
+    # costs are of one request; a group of GRPO is one request
+    "16 samples 256+256": (sample_of(256, 256, 16), 500),
     "forward_backward": (forward_backward, 2000),
     "optim_step": (optim_step, 2000),
 }

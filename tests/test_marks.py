@@ -35,21 +35,19 @@ def test_long_slow_tests_are_the_last_of_their_process():
     ]
 
 
-def test_only_the_last_tests_are_skipped_and_only_after_the_deadline(
+def test_only_slow_tests_are_skipped_and_only_after_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    last = item("tests/jax_workers/test_mesh.py::test_a_mesh[1]")
-    others = [item("tests/jax_workers/test_mesh.py::test_fast", is_slow=False)]
-    others.append(item("tests/service/test_the_end.py::a"))
+    slow = item("tests/jax_workers/test_mesh.py::test_a_mesh[1]")
+    fast = item("tests/jax_workers/test_mesh.py::test_fast", is_slow=False)
     monkeypatch.delenv(marks.DEADLINE, raising=False)
-    conftest.pytest_runtest_setup(last)
+    conftest.pytest_runtest_setup(slow)
     monkeypatch.setenv(marks.DEADLINE, f"{time.time() + 60}")
-    conftest.pytest_runtest_setup(last)
+    conftest.pytest_runtest_setup(slow)
     monkeypatch.setenv(marks.DEADLINE, f"{time.time() - 1}")
-    for other in others:
-        conftest.pytest_runtest_setup(other)
+    conftest.pytest_runtest_setup(fast)
     with pytest.raises(pytest.skip.Exception, match="no time was left"):
-        conftest.pytest_runtest_setup(last)
+        conftest.pytest_runtest_setup(slow)
 
 
 @pytest.mark.parametrize("file", marks.LAST_FILES)

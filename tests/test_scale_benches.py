@@ -50,3 +50,9 @@ def test_the_cost_of_an_operation_is_measured(tmp_path: Path):
     found = result_of(tmp_path, "bench.scale", "--rounds", "1", "--engines", "2", "--only", "step")
     cost = found["2 engines"]["optim_step"]
     assert 0 < cost["loop_ms"] <= cost["cpu_ms"]
+
+
+@pytest.mark.slow
+def test_the_capacity_of_shards_is_measured(tmp_path: Path):
+    found = result_of(tmp_path, "bench.scale_shards", "--rounds", "1", "--shards", "2")
+    assert found["2 shards"]["sample 256+256"] > 0

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.journal import JournalConfig
-from skyrl_actors.messages.paths import shard_of
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.paths import TinkerPath, shard_of
 
 _NAME = re.compile(r"[^.:]+\.([1-9][0-9]*)(?::.*)?")
 
@@ -30,6 +31,16 @@ def shard_number(name: str) -> int:
 def shard_configs(config: ClusterConfig) -> list[ClusterConfig]:
     """Return the config of each shard, in the order of their numbers."""
     return [_of_shard(config, number) for number in range(1, config.shards.count + 1)]
+
+
+def refuse_other_shard(path: TinkerPath, config: ClusterConfig) -> None:
+    """Raise InvalidRequest for a past step that another shard than this one has."""
+    own, number = shard_number(config.name), shard_of(path.model_id)
+    if number != own:
+        raise InvalidRequest(
+            f"{path} is a past step on shard {number}, and this session is on shard {own}; save "
+            "the model there (save_weights), and load the checkpoint"
+        )
 
 
 def keeper(config: ClusterConfig) -> Callable[[str], bool]:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from skyrl_actors.backends.backend import ServedModels
+from skyrl_actors.config.shard_configs import refuse_other_shard
 from skyrl_actors.controller import admission
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.lanes import Lanes
@@ -141,6 +142,7 @@ class Submission:
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
         """Return the model that a checkpoint or a past step belongs to."""
         if path.kind == "steps":
+            refuse_other_shard(path, self._context.config)
             return await self._replayer.spec_of_step(path)
         return await self._context.disk.read(self._context.folders.spec, path)
 

@@ -164,6 +164,16 @@ async def test_a_checkpoint_of_one_shard_is_loaded_on_another(tmp_path: Path):
         assert found.status_code == 200
 
 
+async def test_a_past_step_of_another_shard_is_refused_with_the_way_out(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        here = await model_on(made, 1)
+        session = await session_on(made, 2)
+        path = f"tinker://{here}/steps/0"
+        asked = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
+        refused = await made.http.post("/load_weights", json=asked)
+        assert refused.status_code == 422 and "on shard 1" in refused.text
+
+
 async def test_requests_of_the_openai_route_go_to_all_shards(tmp_path: Path):
     config = config_for(tmp_path, shards=TWO)
     config.checkpoint_dir.mkdir()

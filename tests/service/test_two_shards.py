@@ -91,7 +91,7 @@ def test_commands_act_on_all_shards(served: tuple[str, str], folder: Path):
     models = {model_on(url, number).model_id for number in (1, 2)}
     assert models <= {one["model_id"] for one in status(name)["models"]}
     refused = run_cli("status", "--name", f"{name}.2")
-    assert refused.returncode == 1 and f"--name {name}" in refused.stderr
+    assert refused.returncode == 2 and f"--name {name}" in refused.stderr
     log = run_cli("logs", "2.controller", "--name", name)
     assert log.returncode == 0, log.stderr
     drained = run_cli("drain", "--name", name, "--timeout", "60s")
