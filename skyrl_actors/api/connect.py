@@ -9,14 +9,17 @@ from skyrl_actors.config.shard_configs import shard_name
 
 
 def client_of(config: ClusterConfig) -> ControllerClient:
-    """Return a client of a service that runs. Raises ValueError if a controller does not."""
-    return client_named(config.name, config.shards.count, config.shards.spread)
+    """Return the client of an ingress process. Raises ValueError if a controller does not run."""
+    return client_named(config.name, config.shards.count, config.shards.spread, shares=True)
 
 
 def client_named(
-    service: str, count: int, spread: Literal["session", "key"] = "session"
+    service: str,
+    count: int,
+    spread: Literal["session", "key"] = "session",
+    shares: bool = False,
 ) -> ControllerClient:
     """Return a client of a service with so many shards."""
     names = [shard_name(service, number) for number in range(1, count + 1)]
     shards = [ControllerClient(*find_controller(name)) for name in names]
-    return shards[0] if count == 1 else ShardedClient(shards, spread)
+    return shards[0] if count == 1 else ShardedClient(shards, spread, shares)

@@ -19,6 +19,7 @@ from skyrl_actors.messages.keys import KeyTable, Role, StoredKey
 log = logging.getLogger(__name__)
 FRESH_S = 1.0
 UNKNOWN_FRESH_S = 0.1  # before an unknown key is refused
+AWAY_S = 5.0  # after a fetch failed, the next ones hold up no request for so long
 TIMEOUT_S = 2.0  # for a newer table, while there is an older one
 
 
@@ -47,11 +48,21 @@ class Credentials:
         self._of_owner: dict[str, set[str]] = {}  # the hashes of an owner's keys
         self._asked_at = 0.0
         self._asking = asyncio.Lock()
+        self._is_away = False  # the last fetch failed, and there is a table
+        self._failed_at = 0.0
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def refresh(self, at_most_s: float = FRESH_S) -> None:
         """Fetch the table if it is older. Raises Unavailable if there never was one."""
         if not self._is_old(at_most_s):
             return
+        if self._is_away and time.monotonic() - self._failed_at < AWAY_S:
+            if self._refreshing is None or self._refreshing.done():
+                self._refreshing = asyncio.create_task(self._refreshed(at_most_s))
+            return
+        await self._refreshed(at_most_s)
+
+    async def _refreshed(self, at_most_s: float) -> None:
         async with self._asking:
             if not self._is_old(at_most_s):
                 return
@@ -63,7 +74,9 @@ class Credentials:
                 if self._table is None:
                     raise
                 log.warning("API keys are those of the last fetch: %s", error or "no answer")
+                self._is_away, self._failed_at = True, time.monotonic()
             else:
+                self._is_away = False
                 if found is not None:
                     self._take(found)
             self._asked_at = time.monotonic()

@@ -102,8 +102,8 @@ async def _direct_sampler(request: Request, body: wire.Asample) -> str:
     if body.model_path is not None:
         await readable(request, parse_path(body.model_path))
     return (
-        await state_of(request).client.calls.open_sampler(
-            None, None, body.base_model, body.model_path
+        await state_of(request).client.open_shared_sampler(
+            body.base_model, body.model_path, caller_of(request).mark
         )
     ).sampler_id
 

@@ -7,13 +7,15 @@ from typing import Any
 
 from skyrl_actors.api.shard_status import joined
 from skyrl_actors.messages.catalog import SessionEntry
-from skyrl_actors.messages.keys import AuditEntry
+from skyrl_actors.messages.keys import Act, AuditEntry
 from skyrl_actors.messages.operating import FailedRequest, HistoryPoint, OpenRequest
 from skyrl_actors.messages.paths import shard_of
 from skyrl_actors.observe.spans import Span
 
 Arguments = Sequence[Any]
 MINUTE_S = 60.0
+OF_ALL: tuple[Act, ...] = ("pause", "drain", "resume")  # acts that each shard records
+SAME_ACT_S = 5.0
 
 
 def first(found: Mapping[int, Any], _: Arguments) -> Any:
@@ -70,8 +72,9 @@ def newest_acts(found: Mapping[int, list[AuditEntry]], arguments: Arguments) -> 
     """Return the newest acts, oldest first. An act on all shards is one entry."""
     acts: list[AuditEntry] = []
     for act in sorted(concatenated(found, arguments), key=lambda one: one.at):
-        is_same = acts and replace(acts[-1], at=act.at) == act and act.at - acts[-1].at < 1.0
-        if not is_same:
+        before = [one for one in acts[-len(found) :] if act.at - one.at < SAME_ACT_S]
+        of_all = act.act in OF_ALL and (act.act, act.actor) in ((b.act, b.actor) for b in before)
+        if not of_all:
             acts.append(act)
     return acts[-arguments[0] :]
 
@@ -126,12 +129,6 @@ def _families(text: str) -> list[tuple[str, list[str], list[str]]]:
         elif line:
             found[-1][2].append(line)
     return found
-
-
-def fault(found: Mapping[int, str | None], _: Arguments) -> str | None:
-    """Return None if a shard serves requests: new sessions go to one that does."""
-    faults = [found[number] for number in sorted(found)]
-    return None if None in faults else faults[0]
 
 
 def status(found: Mapping[int, dict[str, Any]], _: Arguments) -> dict[str, Any]:

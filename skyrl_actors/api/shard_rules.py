@@ -23,10 +23,14 @@ Arguments = Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a call goes: one shard by its number, or a group, whose answers `merged` joins."""
+    """Where a call goes: one shard by its number, or a group, whose answers `merged` joins.
+
+    `or_first`: to the first shard instead, if the service no longer has that one.
+    """
 
     where: int | Group
     merged: Callable[[Answers, Arguments], Any] | None = None
+    or_first: bool = False
 
 
 ANY = Target("any")
@@ -64,13 +68,18 @@ def _catalog(arguments: Arguments) -> Target:
     if verb == "copy":
         return Target(shard_of(arguments[3]))
     if verb in ("set_public", "set_ttl", "delete"):
-        return Target(shard_of(arguments[1].model_id))
+        return Target(shard_of(arguments[1].model_id), or_first=True)
     return ANY
+
+
+def _known_keys(arguments: Arguments) -> Target:
+    """A process without keys takes the copy of another shard, if the first one does not answer."""
+    return Target("first") if arguments[0] else ANY
 
 
 def _session_catalog(arguments: Arguments) -> Target:
     if arguments[0] == "session":
-        return Target(shard_of(arguments[1]))
+        return Target(shard_of(arguments[1]), or_first=True)
     return Target("answering", answers.sessions)
 
 
@@ -96,16 +105,16 @@ RULES: dict[str, Rule] = {
     "fetch": of_id,
     "partial": of_id,
     "completed": of_id,
-    # Ingress processes take keys from one shard, because a new shard has none at first.
-    "known_keys": _fixed("first"),
+    # The first shard owns keys and limits. `SharedSettings` gives them to the others.
+    "known_keys": _known_keys,
     "list_keys": _fixed("first"),
-    "add_key": _fixed("all", answers.first),
-    "rotate_key": _fixed("all", answers.first),
-    "revoke_key": _fixed("all", answers.first),
-    "take_keys": _fixed("all", answers.first),
+    "add_key": _fixed("first"),
+    "rotate_key": _fixed("first"),
+    "revoke_key": _fixed("first"),
+    "take_keys": _fixed("first"),
     "list_quotas": _fixed("first"),
-    "set_quota": _fixed("all", answers.first),
-    "take_quotas": _fixed("all", answers.first),
+    "set_quota": _fixed("first"),
+    "take_quotas": _fixed("first"),
     # A sum without a shard would be too small.
     "usage": _fixed("all", answers.concatenated),
     "owner_named": _fixed("first"),
@@ -116,10 +125,11 @@ RULES: dict[str, Rule] = {
     "list_failures": _fixed("answering", answers.newest_failures),
     "history": _fixed("answering", answers.history),
     "metrics": _fixed("answering", answers.metrics),
+    "get_mode": _fixed("first"),
     "set_mode": _fixed("all", answers.first),
     "note_access": _fixed("any"),
     "audit": _fixed("all", answers.newest_acts),
-    "fault": _fixed("answering", answers.fault),
+    "fault": _fixed("any"),  # `ShardedClient` returns the first good news
     "status": _fixed("answering", answers.status),
     "spans": _fixed("answering", answers.spans),
 }

@@ -17,6 +17,7 @@ def joined(found: Mapping[int, Status]) -> Status:
     Parts of other shards than the first one have the number of the shard before their names.
     """
     whole = dict(found[min(found)])
+    whole["name"] = str(whole["name"]).partition(".")[0]
     for key in SUMS:
         whole[key] = sum(own.get(key, 0) for own in found.values())
     for key in LISTS:

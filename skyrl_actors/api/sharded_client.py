@@ -7,54 +7,96 @@ import asyncio
 import itertools
 import random
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 from skyrl_actors.api.client import ControllerClient, Limits
 from skyrl_actors.api.shard_rules import Target, target_id, target_of
 from skyrl_actors.api.shard_status import with_silent
+from skyrl_actors.api.shared_settings import Sharing
 from skyrl_actors.api.silent_shards import SilentShards
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.messages.catalog import SessionLabels
-from skyrl_actors.messages.errors import NotFound, Unavailable
+from skyrl_actors.messages.errors import NotFound, SkyrlActorsError, Unavailable, UserError
 from skyrl_actors.messages.paths import owner_of, shard_mark, shard_of
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.remote import ended
 
-NEXT_S = 5.0  # how long one of several shards that can serve a call may take
-SILENT_S = 2.0  # and one that did not answer the last call
+T = TypeVar("T")
+SILENT_S = 10.0  # how long a request waits for its shard, if that does not answer
+NEXT_S = 5.0  # how long one of several shards may take for a new session or sampler
 OWNER_BASE = 16  # owners are hexadecimal numbers
 
 
 class ShardedClient(ControllerClient):
-    """A client of all shards. `shards` are in the order of their numbers."""
+    """A client of all shards. `shards` are in the order of their numbers.
+
+    `shares`: it also keeps the keys, limits and mode of all shards equal.
+    """
 
     def __init__(
-        self, shards: Sequence[ControllerClient], spread: Literal["session", "key"] = "session"
+        self,
+        shards: Sequence[ControllerClient],
+        spread: Literal["session", "key"] = "session",
+        shares: bool = False,
     ):
         super().__init__()
         self._shards = shards
         self._spread = spread
+        self._numbers = range(1, len(shards) + 1)
         self._health = SilentShards(shards)
+        self._sharing = Sharing(shards, self._health) if shares else None
         # Ingress processes begin with different shards.
         self._turns = itertools.count(random.randrange(len(shards)))
 
     async def close(self) -> None:
-        """Stop asking the shards whether they answer."""
+        """Stop asking the shards whether they answer, and sharing settings."""
         await self._health.close()
+        if self._sharing is not None:
+            await self._sharing.close()
 
     async def call(
         self, limits: Limits, method: Callable[..., Any], *arguments: Any, **named: Any
     ) -> Any:
-        self._health.used()
+        self._used()
+        if method is ControllerCalls.fault:
+            return await self._fault(limits)
         target = target_of(method.__name__, arguments, named)
         if isinstance(target.where, int):
-            return await self._shard(target.where).call(limits, method, *arguments, **named)
+            number = target.where
+            if target.or_first and number > len(self._shards):
+                number = 1
+            if self._health.is_silent(number):  # bodies of its requests must not fill the memory
+                limits = Limits(min(limits.patience_s, SILENT_S), min(limits.timeout_s, SILENT_S))
+            return await self._shard(number).call(limits, method, *arguments, **named)
         if target.where == "first":
             return await self._shards[0].call(limits, method, *arguments, **named)
         if target.where == "any":
             return await self._any(limits, method, *arguments, **named)
         return await self._several(target, limits, method, *arguments, **named)
+
+    def _used(self) -> None:
+        self._health.used()
+        if self._sharing is not None:
+            self._sharing.used()
+
+    async def _fault(self, limits: Limits) -> str | None:
+        """Return None as soon as a shard serves requests: new sessions go to one that does."""
+        asked = [asyncio.ensure_future(shard.within(limits).fault()) for shard in self._shards]
+        faults: list[str] = []
+        try:
+            for answer in asyncio.as_completed(asked):
+                try:
+                    fault = await answer
+                except SkyrlActorsError as error:
+                    fault = str(error)
+                if fault is None:
+                    return None
+                faults.append(fault)
+        finally:
+            await ended(*asked)
+        return f"no shard of {len(asked)} serves requests: {faults[0]}"
 
     def _shard(self, number: int) -> ControllerClient:
         """Return a shard. Raises NotFound for one that the service does not have."""
@@ -68,18 +110,19 @@ class ShardedClient(ControllerClient):
     async def _any(
         self, limits: Limits, method: Callable[..., Any], *arguments: Any, **named: Any
     ) -> Any:
-        """Ask one shard after the other until one answers."""
-        best_first = self._health.ordered(range(1, len(self._shards) + 1))
-        once = Limits(0.0, min(NEXT_S, limits.timeout_s))
-        for number in best_first:
+        """Ask one shard after the other until one answers, within the limits of one call."""
+        now = asyncio.get_running_loop().time
+        until, last = now() + limits.timeout_s, Unavailable("no shard answers")
+        for number in self._health.ordered(self._numbers):
+            once = Limits(0.0, max(until - now(), 0.1))
+            asked = self._shard(number).call(once, method, *arguments, **named)
             try:
-                found = await self._shard(number).call(once, method, *arguments, **named)
-            except Unavailable:
-                self._health.note(number, answers=False)
-            else:
-                self._health.note(number, answers=True)
-                return found
-        return await self._shard(best_first[0]).call(limits, method, *arguments, **named)
+                return await self._health.unless_away(number, asked)
+            except UserError:
+                raise
+            except SkyrlActorsError as error:
+                last = Unavailable(f"shard {number}: {error}")
+        raise last
 
     async def _several(
         self,
@@ -94,27 +137,24 @@ class ShardedClient(ControllerClient):
         needs_all = target.where == "all"
 
         async def asked(number: int) -> Any:
-            silent = self._health.is_silent(number)
-            own = Limits(0.0, min(SILENT_S if silent else NEXT_S, limits.timeout_s))
-            shard = self._shards[number - 1]
-            return await shard.call(limits if needs_all else own, method, *arguments, **named)
+            own = limits if needs_all else Limits(0.0, limits.timeout_s)
+            call = self._shards[number - 1].call(own, method, *arguments, **named)
+            return await (call if needs_all else self._health.unless_away(number, call))
 
-        numbers = range(1, len(self._shards) + 1)
-        tasks = {number: asyncio.ensure_future(asked(number)) for number in numbers}
-        try:
-            await asyncio.wait(tasks.values())
-        finally:
-            await ended(*tasks.values())
-        errors = {n: error for n, task in tasks.items() if (error := task.exception())}
-        failed = next((e for e in errors.values() if not isinstance(e, Unavailable)), None)
-        if failed is not None:
-            raise failed
-        if errors and (needs_all or len(errors) == len(tasks)):
-            number, error = next(iter(errors.items()))
+        found = await asyncio.gather(*map(asked, self._numbers), return_exceptions=True)
+        answered, away = dict[int, Any](), dict[int, SkyrlActorsError]()
+        for number, one in zip(self._numbers, found, strict=True):
+            if isinstance(one, SkyrlActorsError) and not isinstance(one, UserError):
+                away[number] = one
+            elif isinstance(one, BaseException):
+                raise one
+            else:
+                answered[number] = one
+        if away and (needs_all or not answered):
+            number, error = next(iter(away.items()))
             raise Unavailable(f"shard {number}: {error}")
-        found = {number: task.result() for number, task in tasks.items() if number not in errors}
-        joined = target.merged(found, arguments)
-        return with_silent(joined, len(tasks)) if method.__name__ == "status" else joined
+        joined = target.merged(answered, arguments)
+        return with_silent(joined, len(found)) if method is ControllerCalls.status else joined
 
     def new_request_id(self, request: Request, mark: str = "") -> str:
         return f"r{shard_mark(shard_of(target_id(request)))}{uuid.uuid4().hex}{mark}"
@@ -137,30 +177,36 @@ class ShardedClient(ControllerClient):
 
     async def create_session(self, labels: SessionLabels, mark: str = "") -> str:
         """Create a session on a shard that serves requests."""
-        self._health.used()
-        *candidates, last = self._candidates(mark)
-        for number in candidates:
-            limits = Limits(0.0, SILENT_S if self._health.is_silent(number) else NEXT_S)
-            try:
-                return await self._created(number, limits, labels, mark)
-            except Unavailable:
-                self._health.note(number, answers=False)
-        return await self._created(last, Limits(self.patience_s), labels, mark)
 
-    async def _created(self, number: int, limits: Limits, labels: SessionLabels, mark: str) -> str:
-        session_id = f"s{shard_mark(number)}{uuid.uuid4().hex[:16]}{mark}"
-        return await self._shard(number).within(limits).create_session(session_id, labels)
+        async def created(number: int, limits: Limits) -> str:
+            session_id = f"s{shard_mark(number)}{uuid.uuid4().hex[:16]}{mark}"
+            return await self._shard(number).within(limits).create_session(session_id, labels)
+
+        return await self._placed(mark, created)
 
     async def open_shared_sampler(
         self, base_model: str | None, path: str | None, mark: str = ""
     ) -> Sampler:
         """Open a sampler of these weights on a shard that serves requests."""
-        self._health.used()
-        *candidates, last = self._candidates(mark)
-        for number in candidates:
-            calls = self._shard(number).within(Limits(0.0, NEXT_S))
+
+        async def opened(number: int, limits: Limits) -> Sampler:
+            calls = self._shard(number).within(limits)
+            return await calls.open_sampler(None, None, base_model, path)
+
+        return await self._placed(mark, opened)
+
+    async def _placed(self, mark: str, made: Callable[[int, Limits], Awaitable[T]]) -> T:
+        """Make something new on the best shard that answers, within the time of one call."""
+        self._used()
+        now = asyncio.get_running_loop().time
+        until, (best, *others) = now() + self.patience_s, self._candidates(mark)
+        for number in (best, *others) if others else ():
+            making = made(number, Limits(0.0, min(NEXT_S, max(until - now(), 0.1))))
             try:
-                return await calls.open_sampler(None, None, base_model, path)
-            except Unavailable:
-                self._health.note(number, answers=False)
-        return await self._shard(last).calls.open_sampler(None, None, base_model, path)
+                return await self._health.unless_away(number, making)
+            except UserError:
+                raise
+            except SkyrlActorsError:
+                continue
+        left_s = max(until - now(), 0.1)
+        return await made(best, Limits(left_s, left_s))

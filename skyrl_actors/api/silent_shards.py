@@ -5,14 +5,17 @@ is not, so each shard is asked every two seconds.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
-from skyrl_actors.messages.errors import Unavailable
+from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.remote import ended
 
+R = TypeVar("R")
 ASK_S = 2.0
 ANSWER_S = 2.0
+LOOK_S = 0.25
+FAULTY_S = 3.0  # how long a shard with a fault may take: one that starts answers only then
 IDLE_S = 30.0  # without requests, nothing is asked
 
 
@@ -39,9 +42,9 @@ class SilentShards:
     def is_silent(self, number: int) -> bool:
         return number in self._silent
 
-    def note(self, number: int, answers: bool) -> None:
-        """Note that a call of this shard was answered, or was not."""
-        (self._silent.discard if answers else self._silent.add)(number)
+    def serves(self, number: int) -> bool:
+        """Return whether a shard answered last, without a fault."""
+        return number not in self._silent and self._faults.get(number) is None
 
     def used(self) -> None:
         """Ask the shards from now on, until there are no requests for `IDLE_S`."""
@@ -49,6 +52,24 @@ class SilentShards:
         self._used_at = loop.time()
         if self._asking is None or self._asking.done() or self._asking.get_loop() is not loop:
             self._asking = loop.create_task(self._ask_while_used(loop.time))
+
+    async def unless_away(self, number: int, call: Awaitable[R]) -> R:
+        """Return the answer of a call.
+
+        Raises Unavailable once the shard is silent, or if it has a fault and takes `FAULTY_S`.
+        """
+        now = asyncio.get_running_loop().time
+        calling: asyncio.Future[Any] = asyncio.ensure_future(call)
+        began = now()
+        try:
+            while not calling.done():
+                late = now() - began > FAULTY_S
+                if self.is_silent(number) or (late and not self.serves(number)):
+                    raise Unavailable(self._faults.get(number) or "it does not answer")
+                await asyncio.wait([calling], timeout=LOOK_S)
+            return await calling
+        finally:
+            calling.cancel()
 
     async def close(self) -> None:
         await ended(self._asking)
@@ -61,7 +82,7 @@ class SilentShards:
     async def _ask(self, number: int) -> None:
         try:
             self._faults[number] = await self._shards[number - 1].fault_within(ANSWER_S)
-        except Unavailable:
+        except SkyrlActorsError:
             self._silent.add(number)
         else:
             self._silent.discard(number)

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from placement.planner import plan
 from placement.types import Demand, DoesNotFit, Node, Plan
 from skyrl_actors.config.cluster import COLOCATED_SHARE, ClusterConfig
-from skyrl_actors.config.shard_configs import shard_configs
+from skyrl_actors.config.shard_configs import shard_configs, shard_number
 from skyrl_actors.messages.errors import ConfigError
 
 OF = "/"  # between a config's name and the kind of an actor
@@ -77,21 +78,38 @@ def shard_plans(config: ClusterConfig, nodes: list[Node]) -> list[Plan]:
         ConfigError: A shard does not fit what the shards before it leave.
     """
     plans: list[Plan] = []
-    for number, own in enumerate(shard_configs(config), 1):
+    for own in shard_configs(config):
         try:
-            made = (
-                shared_plan(own, own.served(), nodes) if own.base_models else plan_for(own, nodes)
-            )
+            plans.append(service_plan(own, nodes))
         except ConfigError as error:
-            if number == 1:
+            if not plans:
                 raise
             raise ConfigError(
-                f"shard {number} of {config.shards.count} does not fit what the others leave: "
-                f"{error}; use fewer shards, or give each fewer ranks and engines"
+                f"shard {len(plans) + 1} of {config.shards.count} does not fit what the others "
+                f"leave: {error}; use fewer shards, or give each fewer ranks and engines"
             ) from error
-        plans.append(made)
-        nodes = _left(nodes, made)
+        nodes = _left(nodes, plans[-1])
     return plans
+
+
+def service_plan(config: ClusterConfig, nodes: list[Node]) -> Plan:
+    """Plan the slots of a service, or of one shard. Raises ConfigError."""
+    if config.base_models:
+        return shared_plan(config, config.served(), nodes)
+    return plan_for(config, nodes)
+
+
+def whole_plan(config: ClusterConfig, nodes: list[Node]) -> Plan:
+    """Plan the slots of a shard beside those of the shards before it, if all of them fit.
+
+    A lost node must not keep a shard from its own nodes. Raises ConfigError if it fits none.
+    """
+    left = nodes
+    with suppress(ConfigError):
+        for _ in range(1, shard_number(config.name)):
+            left = _left(left, service_plan(config, left))
+        return service_plan(config, left)
+    return service_plan(config, nodes)
 
 
 def _left(nodes: list[Node], made: Plan) -> list[Node]:
@@ -112,12 +130,17 @@ def _left(nodes: list[Node], made: Plan) -> list[Node]:
 def with_host_shares(config: ClusterConfig, nodes: list[Node]) -> list[Node]:
     """Return the nodes with the host memory that one shard has there.
 
-    Shards on one node divide its host memory.
+    Shards on one node divide its host memory. If not all shards fit, as after the loss of a node,
+    all may be on one.
     """
-    if config.shards.count == 1:
+    count = config.shards.count
+    if count == 1:
         return nodes
-    plans = shard_plans(config, nodes)
-    users = Counter(name for made in plans for name in {slot.node for slot in made.slots})
+    try:
+        plans = shard_plans(config, nodes)
+        users = Counter(name for made in plans for name in {slot.node for slot in made.slots})
+    except ConfigError:
+        users = Counter({node.name: count for node in nodes})
     return [
         replace(node, host_bytes=node.host_bytes // max(users[node.name], 1))
         if node.host_bytes

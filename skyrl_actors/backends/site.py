@@ -13,8 +13,8 @@ from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.backends.demands import (
     check_transfer,
     part_of,
-    plan_for,
-    shared_plan,
+    service_plan,
+    whole_plan,
     with_host_shares,
 )
 from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse, shape_in
@@ -50,12 +50,12 @@ async def reserved_site(
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
     nodes = cluster_nodes()
-    plan = plan_for(config, nodes)
+    plan = whole_plan(config, nodes)
     check_memory(config, base_folder, plan, with_host_shares(config, nodes), report)
     # If the free resources do not suffice, the plan of all resources stays: an earlier controller
     # of this service may hold some of them, or other programs may end.
     with suppress(ConfigError):
-        plan = plan_for(config, cluster_nodes(free=True))
+        plan = service_plan(config, cluster_nodes(free=True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
         return await _placed(config, placed_on(plan, reserved), reserved)
@@ -76,11 +76,11 @@ async def shared_sites(
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
     nodes = cluster_nodes()
-    plan, hosts = shared_plan(config, served, nodes), with_host_shares(config, nodes)
+    plan, hosts = whole_plan(config, nodes), with_host_shares(config, nodes)
     for name, own in served.items():
         check_memory(own, folders[name], part_of(plan, own.name), hosts, report)
     with suppress(ConfigError):
-        plan = shared_plan(config, served, cluster_nodes(free=True))
+        plan = service_plan(config, cluster_nodes(free=True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
         plan = placed_on(plan, reserved)

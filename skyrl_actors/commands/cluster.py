@@ -31,7 +31,7 @@ from skyrl_actors.backends.base_models import SEED, base_model_folder, cache_dir
 from skyrl_actors.commands.terminal import bar, note
 from skyrl_actors.config.base_models import MadeBase, TinyVlBase
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.shard_configs import shard_configs
+from skyrl_actors.config.shard_configs import shard_configs, shard_number
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.controller.standby import actor_names
 from skyrl_actors.jobs.envs import noisy_demonstrations
@@ -267,17 +267,12 @@ def _places(config: ClusterConfig) -> str | NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
 
 
-async def start_controllers(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
-    """Start the controllers of all shards, and their standby processes, in place of running ones.
-
-    One starts after the other, because each plans its slots on what is free.
-    """
-    for number, own in enumerate(shard_configs(config), 1):
-        if config.shards.count > 1:
-            note(f"shard {number} of {config.shards.count}")
-        await remote.end_named(actor_names(own.name))  # one that is upgraded
-        await wait_until_started(create_controller(own, base_folders, detached=True))
-        create_standby(own, base_folders)
+async def start_controller(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
+    """Start the controller of a service or of one shard, and its standby process."""
+    if config.shards.count > 1:
+        note(f"shard {shard_number(config.name)} of {config.shards.count}")
+    await wait_until_started(create_controller(config, base_folders, detached=True))
+    create_standby(config, base_folders)
 
 
 async def wait_until_started(controller: ActorHandle[Any]) -> None:

@@ -149,19 +149,27 @@ def drain(timeout: str, service: str) -> bool:
     join(service)
     left = asyncio.run(_until_idle(running_client(service), timeout_s))
     if left:
-        console.print(f"{left} requests are open after {timeout}; `requests` lists them")
+        console.print(f"after {timeout}: {left}; `requests` lists those that are open")
     else:
         console.print("no request is open: the service can be stopped or upgraded")
     return not left
 
 
-async def _until_idle(client: ControllerClient, timeout_s: float) -> int:
-    """Wait until no request is open or the time has passed. Return the open requests."""
+async def _until_idle(client: ControllerClient, timeout_s: float) -> str:
+    """Wait until no request is open or the time has passed. Return what is left, or nothing."""
     loop = asyncio.get_running_loop()
-    until, shown = loop.time() + timeout_s, -1
-    while (left := int((await client.once.status())["open_requests"])) and loop.time() < until:
+    until, shown = loop.time() + timeout_s, ""
+    while (left := still_open(await client.once.status())) and loop.time() < until:
         if left != shown:
-            note(f"{left} requests are open")
+            note(left)
             shown = left
         await asyncio.sleep(POLL_S)
     return left
+
+
+def still_open(status: dict[str, Any]) -> str:
+    """Return how many requests are open, and which shards do not tell; nothing if all are idle."""
+    shards: list[dict[str, Any]] = status.get("shards", [])
+    unknown = [f"shard {one['shard']} does not answer" for one in shards if not one["ready"]]
+    count = int(status["open_requests"])
+    return "; ".join([*([f"{count} requests are open"] if count else ()), *unknown])

@@ -21,7 +21,8 @@ from skyrl_actors.api.client import find_controller
 from skyrl_actors.backends.demands import shard_plans
 from skyrl_actors.commands import cluster, haproxy
 from skyrl_actors.commands.controllers import (
-    controller_names,
+    fetch_checkpoints,
+    is_running,
     running_client,
     shard_names,
     share_settings,
@@ -67,7 +68,6 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     base_folders = cluster.prepare_base_models(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)
-    shard_plans(config, cluster_nodes())  # raises if they do not fit
     refuse_second(config)  # must precede the clean-up below, which would stop the running service
     with ExitStack() as undo:
         undo.callback(stop, config.name)
@@ -76,9 +76,10 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
             "started_ray": started_ray,
             "marks": [*_joined_marks(), str(haproxy.folder(config.name))],
             "transfers": [str(folder) for folder in cluster.transfer_folders(config)],
+            "shards": config.shards.count,
         }
         state_file(config.name).write_text(json.dumps(state))
-        asyncio.run(_start_controllers(config, base_folders))
+        asyncio.run(_start_controllers(config, shard_configs(config), base_folders))
         start_ingress(config)
         wait_until_healthy(config)
         undo.pop_all()
@@ -144,8 +145,14 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     return True
 
 
-async def _start_controllers(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
-    await cluster.start_controllers(config, base_folders)
+async def _start_controllers(
+    config: ClusterConfig, shards: Sequence[ClusterConfig], base_folders: Mapping[str, Path]
+) -> None:
+    """Start the controllers of these shards. One starts after the other: each plans its slots."""
+    shard_plans(config, cluster_nodes())  # raises before anything starts if they do not fit
+    fetch_checkpoints(config)
+    for own in shards:
+        await cluster.start_controller(own, base_folders)
     await share_settings(config)
 
 
@@ -246,19 +253,23 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
     path = named if named.is_absolute() or named.exists() else PROJECT / named
     loaded = load(path, arguments.get("overrides", ()))
     config = with_absolute_paths(loaded)
-    try:
-        running = find_controller(config.name)[0]
-    except ValueError:
-        refuse_left_behind(loaded, Path.cwd())
+    missing = [own for own in shard_configs(config) if not is_running(own.name)]
+    if config not in missing:
+        settings = typed_ray.get(
+            find_controller(config.name)[0].settings.remote(), timeout=SETTINGS_S
+        )
+        refuse_other_config(settings, config)
+    if missing:
+        for own in missing:
+            SqlJournal(own.journal, KINDS).check()
+        if config in missing:
+            refuse_left_behind(loaded, Path.cwd())
         base_folders = cluster.prepare_base_models(config)
         with ExitStack() as undo:
             # the next deploy would otherwise find a controller that serves nothing
-            undo.callback(lambda: asyncio.run(remote.end_named(controller_names(config.name))))
-            asyncio.run(_start_controllers(config, base_folders))
+            undo.callback(lambda: asyncio.run(_closed([own.name for own in missing], True)))
+            asyncio.run(_start_controllers(config, missing, base_folders))
             undo.pop_all()
-    else:
-        settings = typed_ray.get(running.settings.remote(), timeout=SETTINGS_S)
-        refuse_other_config(settings, config)
     return TinkerApi.options(**scaling(config.http)).bind(config)
 
 
@@ -348,7 +359,8 @@ def stop(name: str) -> None:
     if _joined():
         if not state["started_ray"]:  # otherwise Serve stops together with Ray
             _delete_endpoint(name)
-        ran = asyncio.run(_closed(name, end_all=not state["started_ray"])) or ran
+        shards = shard_names(name, state.get("shards", 1))
+        ran = asyncio.run(_closed(shards, end_all=not state["started_ray"])) or ran
         typed_ray.shutdown()
     haproxy.closing(name)
     if state["started_ray"]:
@@ -363,9 +375,8 @@ def stop(name: str) -> None:
     note(f"{name} is stopped" if ran else f"no service named {name!r} was running here")
 
 
-async def _closed(name: str, end_all: bool) -> bool:
-    """Close all controllers, and with `end_all` end their actors. Return whether one ran."""
-    shards = shard_names(name)
+async def _closed(shards: Sequence[str], end_all: bool) -> bool:
+    """Close controllers, and with `end_all` end all actors of theirs. Return whether one ran."""
     ran = await asyncio.gather(*(_closed_shard(shard) for shard in shards))
     if end_all:
         for shard in shards:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ray.exceptions import RayError
 
+from skyrl_actors import remote
 from skyrl_actors.api.client import find_controller
 from skyrl_actors.commands import cluster, serve
 from skyrl_actors.commands.controllers import share_settings
@@ -20,6 +21,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
 from skyrl_actors.config.shard_configs import shard_configs
+from skyrl_actors.controller.standby import actor_names
 from skyrl_actors.journal.journal import reading
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.remote import typed_ray
@@ -33,7 +35,7 @@ STATE = (
     "checkpoint_dir",
     "http.host",
     "http.port",
-    "shards.",
+    "shards",
 )
 
 
@@ -46,7 +48,7 @@ def run(config_path: Path, overrides: Sequence[str]) -> None:
         with reading(shard.journal):  # raises if a newer version wrote it
             pass
     base_folders = cluster.prepare_base_models(config)
-    note("replacing the controller; clients wait")
+    note("ending the old controller; clients wait")
     asyncio.run(_replaced(config, base_folders))
     serve.start_ingress(config)
     serve.wait_until_healthy(config)
@@ -73,5 +75,9 @@ def _check_same_state(config: ClusterConfig) -> None:
 
 
 async def _replaced(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
-    await cluster.start_controllers(config, base_folders)
+    """Replace the controllers of all shards at the same time: their slots are reserved already."""
+    shards = shard_configs(config)
+    for own in shards:
+        await remote.end_named(actor_names(own.name))
+    await asyncio.gather(*(cluster.start_controller(own, base_folders) for own in shards))
     await share_settings(config)

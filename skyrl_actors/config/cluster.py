@@ -245,6 +245,11 @@ class ClusterConfig(FrozenConfig):
         return journal.model_copy(update={"folder": place_in(info.data, "journal")})
 
     @model_validator(mode="after")
+    def _shards_have_journals(self) -> "ClusterConfig":
+        self.journal.of_shard(self.shards.count)
+        return self
+
+    @model_validator(mode="after")
     def _base_models_can_be_served(self) -> "ClusterConfig":
         if not self.base_models:
             if self.parking != ParkingConfig():

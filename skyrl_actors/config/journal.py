@@ -1,11 +1,17 @@
 """The config of the journal."""
 
+import re
 from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.state_folder import shown_place
+
+# As SQLAlchemy reads it: a password may have any character except "@".
+_DATABASE = re.compile(
+    r"(?P<before>[\w+]+://(?:[^:/@]*(?::[^@]*)?@)?[^/?]*)/(?P<database>[^?/]+)(?P<options>\?.*)?"
+)
 
 
 class JournalConfig(FrozenConfig):
@@ -43,6 +49,26 @@ class JournalConfig(FrozenConfig):
         gt=0,
         description="period for which models can be rebuilt and answers can be read",
     )
+
+    def of_shard(self, number: int) -> "JournalConfig":
+        """Return the journal of a shard: folders and a database beside those of the first one.
+
+        Raises ValueError if the URL names no database.
+        """
+        if number == 1:
+            return self
+        url, mirror = self.url, self.mirror
+        if url is not None:
+            if (parts := _DATABASE.fullmatch(url)) is None:
+                raise ValueError(
+                    "journal.url names no database, and each shard needs its own, with the number "
+                    "of the shard behind that name; use postgresql://user:password@host/database"
+                )
+            url = f"{parts['before']}/{parts['database']}_{number}{parts['options'] or ''}"
+        if mirror is not None:
+            mirror = f"{mirror.rstrip('/')}_{number}"
+        folder = self.folder.with_name(f"{self.folder.name}_{number}")
+        return self.model_copy(update={"folder": folder, "url": url, "mirror": mirror})
 
     @model_validator(mode="after")
     def _outlives_its_machine(self) -> "JournalConfig":

@@ -248,7 +248,9 @@ def to_yaml(config: FrozenConfig) -> str:
     plain = config.model_dump(mode="json")
     for service in (plain, plain.get("cluster", {})):
         # Earlier versions have one base model only, so their configs stay comparable.
-        unused = ("base_model",) if service.get("base_models") else ("base_models", "parking")
+        unused = ["base_model"] if service.get("base_models") else ["base_models", "parking"]
+        # And one controller.
+        unused += [] if service.get("shards", {}).get("count", 1) > 1 else ["shards"]
         for key in unused:
             service.pop(key, None)
     return OmegaConf.to_yaml(OmegaConf.create(plain))

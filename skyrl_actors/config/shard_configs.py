@@ -6,11 +6,8 @@ later. Shard 2 of `tinker` is `tinker.2`; names of services have no dot.
 
 import re
 from collections.abc import Callable
-from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.paths import TinkerPath, shard_of
 
@@ -63,24 +60,6 @@ def _of_shard(config: ClusterConfig, number: int) -> ClusterConfig:
     return config.model_copy(
         update={
             "name": shard_name(config.name, number),
-            "journal": shard_journal(config.journal, number),
+            "journal": config.journal.of_shard(number),
         }
     )
-
-
-def shard_journal(journal: JournalConfig, number: int) -> JournalConfig:
-    """Return the journal of a shard: other folders and another database beside those of shard 1."""
-    if number == 1:
-        return journal
-    url = journal.url
-    if url is not None:
-        parts = urlsplit(url)
-        url = urlunsplit(parts._replace(path=f"{parts.path}_{number}"))
-    mirror = None if journal.mirror is None else f"{journal.mirror.rstrip('/')}_{number}"
-    return journal.model_copy(
-        update={"folder": _beside(journal.folder, number), "url": url, "mirror": mirror}
-    )
-
-
-def _beside(folder: Path, number: int) -> Path:
-    return folder.with_name(f"{folder.name}_{number}")

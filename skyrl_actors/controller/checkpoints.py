@@ -64,7 +64,7 @@ class CheckpointFolders:
         self._wall = wall
         self._metadata = CheckpointMetadata(wall)
         self._run_folders = RunFolders(self.root, keeps)
-        self._published = Published(self.runs)
+        self._published = Published(self.root, self.runs)
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
 
     @property
@@ -79,12 +79,22 @@ class CheckpointFolders:
         """
         if self._mirror is None:
             return 0
-        fetched = self._mirror.pull(RUN_FILE, self._run_folders.keeps)
+        fetched = self._pulled(self._run_folders.keeps)
         for run in self._run_folders.own():
             for folder in checkpoints_in(run):
                 # Without notes it is not complete; it may still have to be encrypted.
                 if (folder / ABOUT_FILE).exists() and not self._mirror.has(folder):
                     self._mirrored(folder)
+        return fetched
+
+    def fetch(self) -> int:
+        """Copy what only the mirror has to this machine, while no controller runs."""
+        return self._pulled(keeps_all)
+
+    def _pulled(self, wanted: Callable[[str], bool]) -> int:
+        fetched = self._mirror.pull(RUN_FILE, wanted) if self._mirror else 0
+        if fetched:
+            self._published.forget()
         return fetched
 
     def _mirrored(self, folder: Path) -> None:
@@ -181,8 +191,9 @@ class CheckpointFolders:
 
     def set_public(self, path: TinkerPath, public: bool) -> None:
         """Publish a checkpoint to the holders of other API keys, or withdraw it."""
-        self._change(self.existing(path), public=public)
-        self._published.note(path.model_id)
+        folder = self.existing(path)
+        self._published.note(path.model_id)  # first, or a crash could hide what is public
+        self._change(folder, public=public)
 
     def files_for_others(self, path: TinkerPath) -> list[Path]:
         """Return the files that other tools read: all except the service's own."""

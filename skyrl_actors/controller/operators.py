@@ -131,6 +131,9 @@ class Operators:
         fresh = COUNTS.read() | {(name, ()): level for name, level in COUNTS.levels().items()}
         return EXPOSED.text(self._name, fresh, lambda tenant: is_of(tenant, owner))
 
+    async def get_mode(self) -> Mode:
+        return self._mode.mode
+
     async def set_mode(self, mode: Mode, actor: str) -> Mode:
         """Pause, drain or resume the service. Returns the mode before."""
         if mode not in MODES:

@@ -95,10 +95,10 @@ class Mirror:
             if files.exists(target):
                 files.rm(target, recursive=True)
 
-    def pull(self, alone: str, keeps: Callable[[str], bool]) -> int:
+    def pull(self, alone: str, wanted: Callable[[str], bool]) -> int:
         """Fetch complete folders and files named `alone` that are missing here.
 
-        Only those below a folder whose name `keeps` accepts. Returns the number of folders.
+        Only those below a folder whose name is `wanted`. Returns the number of folders.
         """
         fetched = 0
         with said(self._url) as files:
@@ -107,7 +107,7 @@ class Mirror:
             for name in there:
                 place = PurePosixPath(name).relative_to(base)
                 own = self._root / place
-                if not keeps(place.parts[0]):
+                if not wanted(place.parts[0]):
                     continue
                 if own.name == alone and not own.exists():
                     _fetch(files, name, own)

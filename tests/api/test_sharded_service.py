@@ -13,11 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, models
 
-from skyrl_actors.api import sharded_client, silent_shards
+from skyrl_actors.api import sharded_client, shared_settings, silent_shards
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.shard_rules import RULES
 from skyrl_actors.api.sharded_client import ShardedClient
 from skyrl_actors.api.state import ApiState
+from skyrl_actors.commands.operate import still_open
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.config.shards import ShardsConfig
@@ -26,7 +27,7 @@ from skyrl_actors.controller.checkpoints import folders_of
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
-from skyrl_actors.messages.errors import InvalidRequest, Unavailable
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.paths import owner_of, parse_path, shard_of
 from skyrl_actors.messages.usage import Quota
 from skyrl_actors.remote import ActorDied
@@ -54,7 +55,7 @@ DATUM = {
 
 
 class Shard(LocalClient):
-    """A shard that can be `dead` or `stopped`."""
+    """A shard that can be `dead`, `stopped`, `starting` or `broken`."""
 
     state = "alive"
 
@@ -63,7 +64,11 @@ class Shard(LocalClient):
     ) -> Any:
         if self.state == "dead":
             raise ActorDied("it was killed")
-        if self.state == "stopped":
+        if self.state == "broken":
+            raise InternalError("no file can be opened")
+        if self.state == "starting" and method is ControllerCalls.fault:
+            return "the service is still starting"
+        if self.state in ("stopped", "starting"):
             await asyncio.Event().wait()
         return await super()._ask(method, arguments, named)
 
@@ -77,13 +82,15 @@ class Service:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in (
-        (sharded_client, "NEXT_S"),
-        (sharded_client, "SILENT_S"),
-        (silent_shards, "ASK_S"),
-        (silent_shards, "ANSWER_S"),
+    for module, name, value in (
+        (sharded_client, "NEXT_S", 1.0),
+        (sharded_client, "SILENT_S", 0.5),
+        (silent_shards, "ASK_S", 0.2),
+        (silent_shards, "ANSWER_S", 1.0),
+        (silent_shards, "FAULTY_S", 0.5),
+        (shared_settings, "EVERY_S", 0.2),
     ):
-        monkeypatch.setattr(module, name, 0.3)
+        monkeypatch.setattr(module, name, value)
 
 
 @asynccontextmanager
@@ -101,7 +108,7 @@ async def service(config: ClusterConfig) -> AsyncIterator[Service]:
     shards = [Shard(controller) for controller in controllers]
     for shard in shards:
         shard.patience_s = 0.5
-    client = ShardedClient(shards, config.shards.spread)
+    client = ShardedClient(shards, config.shards.spread, shares=True)
     client.patience_s = 0.5
     app = build_app(ApiState(config, client, logs_of(config)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -119,6 +126,12 @@ async def session_on(service: Service, number: int, http: httpx.AsyncClient | No
         if shard_of(session) == number:
             return session
     raise AssertionError(f"no session on shard {number}")
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not reached():  # noqa: ASYNC110  the service does it in the background
+            await asyncio.sleep(0.02)
 
 
 async def model_on(service: Service, number: int) -> str:
@@ -240,6 +253,58 @@ async def test_requests_of_a_shard_that_is_away_wait_for_it(tmp_path: Path):
         assert (await made.http.post("/retrieve_future", json=asked)).status_code == 200
 
 
+async def test_a_shard_that_starts_holds_up_no_list(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        calls = keys_of(made.http)
+        starting = made.shards[1]
+        starting.state = "starting"
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        assert await calls.list_requests(None, 10) == []
+        assert (await made.http.get("http://service/metrics")).status_code == 200
+        assert {shard_of(await session_on(made, 1)) for _ in range(3)} == {1}
+        assert (await made.http.get("/healthz")).status_code == 200
+        assert time.monotonic() - began < 10.0
+
+
+async def test_an_internal_fault_of_a_shard_is_no_fault_of_the_others(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        made.shards[0].state = "broken"
+        calls = keys_of(made.http)
+        assert await calls.list_requests(None, 10) == []
+        assert (await calls.get_capabilities()).names == (MODEL,)
+        assert shard_of(await session_on(made, 2)) == 2
+        assert (await made.http.get("/healthz")).status_code == 200
+
+
+async def test_a_process_without_keys_takes_those_of_a_shard_that_answers(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        await keys_of(made.http).add_key(stored(ANN, "ann"), "eve")
+        await until(lambda: len(made.controllers[1].admin.keys.names()) == 1)
+        made.shards[0].state = "dead"
+        new = ShardedClient(made.shards)
+        table = await new.calls.known_keys("")
+        assert table is not None and [key.name for key in table.keys] == ["ann"]
+        await new.close()
+
+
+async def test_a_mode_that_a_shard_missed_is_set_later(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        calls = keys_of(made.http)
+        made.shards[1].state = "dead"
+        with pytest.raises(Unavailable, match="shard 2"):
+            await calls.set_mode("paused", "eve")
+        made.shards[1].state = "alive"
+        await until(lambda: made.controllers[1].admin.mode.mode == "paused")
+
+
+def test_a_drain_is_not_done_while_a_shard_does_not_answer():
+    rows = [{"shard": 1, "ready": True}, {"shard": 2, "ready": None}]
+    assert still_open({"open_requests": 0, "shards": rows}) == "shard 2 does not answer"
+    assert still_open({"open_requests": 3, "shards": rows[:1]}) == "3 requests are open"
+    assert still_open({"open_requests": 0}) == ""
+
+
 async def test_without_any_shard_the_service_is_not_healthy(tmp_path: Path):
     async with service(config_for(tmp_path, shards=TWO)) as made:
         for shard in made.shards:
@@ -254,8 +319,6 @@ async def test_a_sum_without_a_shard_is_refused(tmp_path: Path):
         made.shards[1].state = "dead"
         with pytest.raises(Unavailable, match="shard 2"):
             await calls.usage(0.0, time.time(), None)
-        with pytest.raises(Unavailable, match="shard 2"):
-            await calls.set_mode("paused", "eve")
 
 
 # what the whole service has in common
@@ -299,6 +362,9 @@ async def test_metrics_of_all_shards_are_one_valid_text(tmp_path: Path):
 async def test_pause_and_resume_concern_all_shards(tmp_path: Path):
     async with service(config_for(tmp_path, shards=TWO)) as made:
         calls = keys_of(made.http)
+        for number in (1, 2):
+            await session_on(made, number)
+        await session_on(made, 1)  # the acts name numbers, which differ
         assert await calls.set_mode("paused", "eve") == "running"
         assert {controller.admin.mode.mode for controller in made.controllers} == {"paused"}
         assert len(await calls.audit(10)) == 1  # one act, though each shard records it
@@ -331,8 +397,7 @@ async def test_a_key_is_valid_on_all_shards_and_its_end_too(tmp_path: Path):
         await calls.add_key(stored(ANN, "ann"), "eve")
         sessions = [await session_on(made, number, ann) for number in (1, 2)]
         owner = owner_of(sessions[0])
-        labels = [controller.admin.keys.label(owner) for controller in made.controllers]
-        assert labels == ["ann", "ann"]
+        await until(lambda: made.controllers[1].admin.keys.label(owner) == "ann")
         await calls.revoke_key("ann", "eve", 2.0)
         await asyncio.sleep(1.1)
         assert (await ann.get("/get_server_capabilities")).status_code == 401
@@ -362,10 +427,55 @@ async def test_with_spread_key_a_limit_holds_for_all_sessions_of_a_key(tmp_path:
         ]
         assert {shard_of(sessions[0]), *others} == {1, 2}
         await keys_of(made.http).set_quota("ann", Quota(models=1), "eve")
+        await until(lambda: all(own.admin.quotas.all() for own in made.controllers))
         create = {"model_seq_id": 0, "base_model": MODEL}
         await resolved(ann, "/create_model", session_id=sessions[0], **create)
         refused = await ann.post("/create_model", json={"session_id": sessions[1], **create})
-        assert refused.status_code == 429 or "models" in refused.text
+        assert refused.status_code == 429, refused.text
+
+
+async def test_a_shard_that_was_away_gets_the_keys_of_that_time(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        made.shards[1].state = "dead"
+        await keys_of(made.http).add_key(stored(ANN, "ann"), "eve")
+        made.shards[1].state = "alive"
+        await until(lambda: len(made.controllers[1].admin.keys.names()) == 1)
+
+
+async def test_requests_of_other_shards_do_not_wait_for_keys_while_the_first_is_away(
+    tmp_path: Path,
+):
+    config = config_for(tmp_path, shards=TWO, http=HttpConfig(api_keys=(f"ann={ANN}",)))
+    async with service(config) as made:
+        ann = holder(made.http, ANN)
+        session = await session_on(made, 2, ann)
+        made.shards[0].state = "stopped"
+        times: list[float] = []
+        for _ in range(40):
+            began = time.monotonic()
+            answer = await ann.post("/session_heartbeat", json={"session_id": session})
+            assert answer.status_code == 200
+            times.append(time.monotonic() - began)
+            await asyncio.sleep(0.1)
+        assert sum(one > 0.5 for one in times) <= 1  # one fetch waits for its deadline
+
+
+async def test_published_checkpoints_of_all_shards_are_listed(tmp_path: Path):
+    keys = (f"ann={ANN}", f"bob={BOB}")
+    config = config_for(tmp_path, shards=TWO, http=HttpConfig(api_keys=keys))
+    async with service(config) as made:
+        ann, bob = holder(made.http, ANN), holder(made.http, BOB)
+        asked = "/training_runs?access_scope=accessible"
+        for number in (1, 2):
+            session = await session_on(made, number, ann)
+            create = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+            await resolved(ann, "/create_model", **create)
+            model_id = f"{session}:train:0"
+            await resolved(ann, "/save_weights", model_id=model_id, seq_id=1, path="a")
+            published = f"/training_runs/{model_id}/checkpoints/weights/a/publish"
+            assert (await ann.post(published)).status_code == 200
+            seen = (await bob.get(asked)).json()["training_runs"]
+            assert len(seen) == number
 
 
 # cleaning up
@@ -386,6 +496,16 @@ async def test_a_shard_cleans_up_only_what_is_its_own(tmp_path: Path):
         assert later.sweep() == 1, number
         assert not later.folder(parse_path(paths[number - 1])).exists()
         assert later.folder(parse_path(paths[-1])).exists() == (number == 1)
+
+
+async def test_checkpoints_of_a_shard_that_is_gone_can_be_changed(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=ShardsConfig(count=3))) as made:
+        model_id = await model_on(made, 3)
+        await resolved(made.http, "/save_weights", model_id=model_id, seq_id=1, path="a")
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        place = f"/training_runs/{model_id}/checkpoints/weights/a"
+        assert (await made.http.delete(place)).status_code == 200
+        assert (await made.http.get("/checkpoints")).json()["checkpoints"] == []
 
 
 async def test_the_first_shard_cleans_up_after_shards_that_are_gone(tmp_path: Path):

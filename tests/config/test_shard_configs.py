@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from placement.types import Node
-from skyrl_actors.backends.demands import shard_plans, with_host_shares
+from skyrl_actors.backends.demands import shard_plans, whole_plan, with_host_shares
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.journal import JournalConfig
-from skyrl_actors.config.load import load
+from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.config.shard_configs import keeper, shard_configs, shard_name, shard_number
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.paths import shard_mark, shard_of
@@ -44,6 +44,23 @@ def test_each_shard_has_a_database_and_a_mirror_of_its_own():
     assert second.folder == Path("/j_2")
 
 
+@pytest.mark.parametrize(
+    ("url", "second"),
+    [
+        ("postgresql:///db?host=/var/run", "postgresql:///db_2?host=/var/run"),
+        ("postgresql://u:p#x?y/z@h:5/db", "postgresql://u:p#x?y/z@h:5/db_2"),
+        ("postgres://h/db", "postgres://h/db_2"),
+    ],
+)
+def test_only_the_name_of_the_database_changes(url: str, second: str):
+    assert JournalConfig(url=url).of_shard(2).url == second
+
+
+def test_a_url_without_a_database_is_refused():
+    with pytest.raises(ValueError, match="names no database"):
+        config(2, journal={"url": "postgresql://user@host"})
+
+
 @pytest.mark.parametrize("number", [1, 2, 17, 64])
 def test_a_name_and_an_id_tell_the_number(number: int):
     name = shard_name("tinker-2", number)
@@ -74,6 +91,20 @@ def test_shards_that_do_not_fit_are_refused_with_their_number():
     assert len(shard_plans(config(2), [node("a", 2)])) == 2
     with pytest.raises(ConfigError, match="shard 3 of 3 does not fit what the others leave"):
         shard_plans(config(3), [node("a", 2)])
+
+
+def test_a_lost_node_keeps_no_shard_from_its_own():
+    first, second = shard_configs(config(2))
+    nodes = [node("a", 1), node("b", 1)]
+    places = [slot.node for own in (first, second) for slot in whole_plan(own, nodes).slots]
+    assert sorted(places) == ["a", "b"]
+    for own in (first, second):
+        assert [slot.node for slot in whole_plan(own, nodes[:1]).slots] == ["a"]
+        assert [one.host_bytes for one in with_host_shares(own, nodes[:1])] == [4 * GIB]
+
+
+def test_a_service_of_a_version_without_shards_has_the_same_config():
+    assert "shards" not in to_yaml(config(1)) and "shards" in to_yaml(config(2))
 
 
 def test_shards_on_one_node_divide_its_host_memory():

@@ -73,6 +73,7 @@ HELD_BY = {
     "skyrl-actors serve configs/cpu_tiny_jax.yaml": (
         "tests/service/test_jax_service.py: configs/cpu_tiny_jax.yaml"
     ),
+    "skyrl-actors logs 2.controller": 'tests/service/test_two_shards.py: "2.controller"',
     "pkill -9 -f ray::TrainWorkerActor": "tests/service/test_faults.py: kill",
     "RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train "
     "configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs": "tests/jobs/test_commands.py: submit",
