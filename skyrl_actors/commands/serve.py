@@ -260,10 +260,10 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
         )
         refuse_other_config(settings, config)
     if missing:
-        for own in missing:
-            SqlJournal(own.journal, KINDS).check()
         if config in missing:
             refuse_left_behind(loaded, Path.cwd())
+        for own in missing:
+            SqlJournal(own.journal, KINDS).check()
         base_folders = cluster.prepare_base_models(config)
         with ExitStack() as undo:
             # the next deploy would otherwise find a controller that serves nothing

@@ -79,10 +79,7 @@ def test_a_job_finds_the_checkpoints_of_the_service_of_its_base_model():
 
 
 def test_a_first_deploy_does_not_forget_it_either(home: Path, monkeypatch: pytest.MonkeyPatch):
-    def none_runs(name: str) -> None:
-        raise ValueError
-
-    monkeypatch.setattr(serve, "find_controller", none_runs)
+    monkeypatch.setattr(serve, "is_running", lambda name: False)
     (home / "journal").mkdir()
     (home / "journal/journal.json").touch()
     with pytest.raises(ConfigError, match="journal has the journal of an earlier service"):
