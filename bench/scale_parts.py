@@ -140,16 +140,24 @@ def config_in(folder: Path) -> ClusterConfig:
     )
 
 
+class _Process:
+    """What the actor of a controller serves by itself."""
+
+    async def fault(self) -> None:
+        return None
+
+
 def _controller(folder: Path, engines: list[Address], pipe: Any) -> None:
     async def serve() -> None:
         config = config_in(folder)
         backend = PooledBackend(str(folder), engines)
         controller = Controller(config, backend, build_journal(config.journal, KINDS))
         await controller.start()
+        process = _Process()
         heap.keep_present_objects()  # as the actor does
 
         async def route(method: str) -> object:
-            return controller.readiness if method == "fault" else controller.part_for(method)
+            return process if method == "fault" else controller.part_for(method)
 
         server = RpcServer(route, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
         pipe.send(await server.address(LOOPBACK))
