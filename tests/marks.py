@@ -47,6 +47,7 @@ RAY_FILES = (
 )
 # Long files after those with Ray. The others follow, because short ones fill the last seconds best.
 EARLY_FILES = (
+    "tests/service/test_several_base_models.py",  # it takes most of its time limit
     "tests/workers/test_strategies.py",
     "tests/workers/test_order_of_verbs.py",
     "tests/engines/test_transfer.py",

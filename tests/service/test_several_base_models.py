@@ -141,6 +141,7 @@ async def in_one_service(name: str, url: str) -> dict[str, list[Any]]:
     return dict(zip(BASES.values(), answers, strict=True))
 
 
+@pytest.mark.timeout(1500)  # four services start one after the other
 def test_answers_equal_those_of_separate_services_whatever_is_killed(tmp_path: Path):
     alone: dict[str, list[Any]] = {}
     for kind, base in BASES.items():
