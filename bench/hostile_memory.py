@@ -184,7 +184,8 @@ async def measured(
     ]
     await asyncio.sleep(10)
     unread = watch.take()
-    await asyncio.wait_for(line.call(Served.create_session, "other"), 30)
+    async with asyncio.timeout(30):
+        await line.call(Served.create_session, "other")
     for task in asked:
         task.cancel()
     mib = 2**20

@@ -125,7 +125,8 @@ async def reserve(
         f"at most {timeout_s:.0f} s)"
     )
     try:
-        await asyncio.wait_for(group.ready(), timeout_s)  # type: ignore[arg-type]
+        async with asyncio.timeout(timeout_s):
+            await group.ready()  # type: ignore[misc]
         placed_on(plan, group)
     except (TimeoutError, asyncio.CancelledError, DoesNotFit) as error:
         remove_placement_group(group)
@@ -159,7 +160,8 @@ async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float
         for slot in slots
     ]
     try:
-        found = await asyncio.wait_for(asyncio.gather(*asked), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            found = await asyncio.gather(*asked)
     except TimeoutError:
         for ref in asked:
             ray_cluster.cancel(ref)

@@ -139,7 +139,8 @@ class ControllerClient:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return await asyncio.wait_for(self._ask(method, arguments, named), limits.timeout_s)
+                async with asyncio.timeout(limits.timeout_s):
+                    return await self._ask(method, arguments, named)
             except TimeoutError:
                 raise Unavailable(
                     f"the controller did not answer {method.__name__} within "

@@ -69,7 +69,8 @@ class Credentials:
             version = "" if self._table is None else self._table.version
             timeout_s = None if self._table is None else TIMEOUT_S
             try:
-                found = await asyncio.wait_for(self._fetch(version), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    found = await self._fetch(version)
             except (Unavailable, TimeoutError) as error:
                 if self._table is None:
                     raise

@@ -34,7 +34,8 @@ def _in_thread(
             _THREADS, partial(work, *arguments, **named)
         )
         try:
-            return await asyncio.wait_for(running, PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                return await running
         except TimeoutError:
             raise Unavailable(
                 f"logs could not be read within {PATIENCE_S:g} s: Ray's dashboard does not answer"

@@ -71,7 +71,8 @@ async def health(state: ApiState) -> JSONResponse:
     if reason is None:
         return JSONResponse({"status": "ok"})
     with suppress(Unavailable, TimeoutError):  # without an answer, details are hidden
-        await asyncio.wait_for(state.credentials.refresh(), KEYS_TIMEOUT_S)
+        async with asyncio.timeout(KEYS_TIMEOUT_S):
+            await state.credentials.refresh()
     if state.credentials.hide_faults:
         reason = reason.partition("\n")[0]
     return JSONResponse({"status": "unavailable", "reason": reason}, 503)

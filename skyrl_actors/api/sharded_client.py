@@ -83,20 +83,25 @@ class ShardedClient(ControllerClient):
 
     async def _fault(self, limits: Limits) -> str | None:
         """Return None as soon as a shard serves requests: new sessions go to one that does."""
-        asked = [asyncio.ensure_future(shard.within(limits).fault()) for shard in self._shards]
+
+        async def asked(number: int) -> str | None:
+            try:
+                fault = await self._shards[number - 1].within(limits).fault()
+            except SkyrlActorsError as error:
+                fault = str(error)
+            return None if fault is None else f"shard {number}: {fault}"
+
+        asking = [asyncio.ensure_future(asked(number)) for number in self._numbers]
         faults: list[str] = []
         try:
-            for answer in asyncio.as_completed(asked):
-                try:
-                    fault = await answer
-                except SkyrlActorsError as error:
-                    fault = str(error)
+            for answer in asyncio.as_completed(asking):
+                fault = await answer
                 if fault is None:
                     return None
                 faults.append(fault)
         finally:
-            await ended(*asked)
-        return f"no shard of {len(asked)} serves requests: {faults[0]}"
+            await ended(*asking)
+        return f"no shard serves requests: {min(faults)}"
 
     def _shard(self, number: int) -> ControllerClient:
         """Return a shard. Raises NotFound for one that the service does not have."""

@@ -102,7 +102,8 @@ class ApiState:
     async def fault(self) -> str | None:
         """Return why a request would not be served now, or None when it would."""
         try:
-            return await asyncio.wait_for(self.client.once.fault(), HEALTH_TIMEOUT_S)
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                return await self.client.once.fault()
         except TimeoutError:
             return f"the controller did not answer within {HEALTH_TIMEOUT_S:.0f} s"
         except SkyrlActorsError as error:

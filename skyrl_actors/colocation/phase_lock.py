@@ -181,7 +181,8 @@ class ColocatedPhaseLock:
 
     async def _carry_out(self, move: Move, to: Phase) -> int:
         try:
-            moved = await asyncio.wait_for(self._movable.move(move, to), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                moved = await self._movable.move(move, to)
         except TimeoutError:
             raise self._healed(move, f"'{move}' took longer than {self._timeout_s:g} s") from None
         except asyncio.CancelledError as error:

@@ -295,7 +295,8 @@ async def close_controller(*processes: ActorHandle[Any]) -> None:
         *(settled(process.close.remote()) for process in processes), return_exceptions=True
     )
     try:
-        outcomes = await asyncio.wait_for(closing, STOP_TIMEOUT_S)
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            outcomes = await closing
     finally:
         for process in processes:
             typed_ray.kill(process)

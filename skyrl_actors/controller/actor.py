@@ -187,7 +187,8 @@ class ControllerActor:
         if self._standby is not None:
             self._begin(wait=True)
             try:
-                await asyncio.wait_for(self.controller.opened.wait(), ACTIVE_S)
+                async with asyncio.timeout(ACTIVE_S):
+                    await self.controller.opened.wait()
             except TimeoutError:
                 return None
         return await self._rpc.address_for(caller)

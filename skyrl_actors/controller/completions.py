@@ -80,7 +80,8 @@ class Completions:
                 return found, found[-1].number if found else cursor
             changed = self._changed.setdefault(stream, asyncio.Event())
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
 
     def forget(self, stream: str) -> None:
         """Remove the list of a sampler, and wake callers that wait for it."""

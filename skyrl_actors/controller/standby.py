@@ -47,7 +47,8 @@ class Standby:
             actor = await asyncio.to_thread(remote.named, self._name)
             if actor is None:
                 return None
-            return await asyncio.wait_for(settled(actor.stand_by.remote()), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                return await settled(actor.stand_by.remote())
         except (SkyrlActorsError, remote.RayError, TimeoutError) as error:
             log.info("the other process does not answer: %s", error)
             return None

@@ -36,7 +36,8 @@ class Partials:
             waiting.add(changed)
             try:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), timeout_s)
+                    async with asyncio.timeout(timeout_s):
+                        await changed.wait()
             finally:
                 waiting.discard(changed)
                 if not waiting and self._waiting.get(request_id) is waiting:

@@ -78,4 +78,5 @@ class EngineReplica(Supervisor):
         if self.health == "HEALTHY":
             self._step("drain")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.lock.idle(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self.lock.idle()

@@ -207,7 +207,8 @@ async def opened(client: ControllerClient, job: str) -> AsyncGenerator[ServiceSe
         beating.cancel()
         if not lost:
             try:
-                await asyncio.wait_for(client.calls.finish_session(session_id), FINISH_S)
+                async with asyncio.timeout(FINISH_S):
+                    await client.calls.finish_session(session_id)
             except (SkyrlActorsError, TimeoutError) as error:
                 log.warning("the session could not be finished: %s", error)
 

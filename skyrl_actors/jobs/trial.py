@@ -62,7 +62,8 @@ async def _play(task: Task, chat: Chat, timeout_s: float) -> None:
 
 async def _within(timeout_s: float, what: str, call: Awaitable[T]) -> T:
     try:
-        return await asyncio.wait_for(call, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await call
     except TimeoutError as error:
         raise TimeoutError(f"{what} took longer than env.timeout_s {timeout_s:g} s") from error
 

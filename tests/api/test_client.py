@@ -61,6 +61,26 @@ async def test_without_an_active_process_the_client_asks_again():
         await ControllerClient(Process(ActorDied("it died")))._address()
 
 
+@pytest.mark.parametrize("turns", range(1, 7))
+async def test_a_call_that_is_cancelled_as_its_answer_comes_is_cancelled(turns: int):
+    answered = asyncio.Event()
+
+    class Answering(ControllerClient):
+        async def _ask(self, method: Any, arguments: Any, named: Any) -> Any:
+            await answered.wait()
+
+    calling = asyncio.create_task(Answering().once.fault())
+    await asyncio.sleep(0.01)
+    answered.set()
+    for _ in range(turns):
+        if calling.done():
+            return
+        await asyncio.sleep(0)
+    if calling.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+
+
 async def test_a_process_that_stands_still_does_not_end_the_search(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -103,10 +103,8 @@ class Running:
         self.killed = folder / "killed"
         self.backend = BigramBackend(str(base), self.killed)
         config = config_for(folder)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        listener = socket.create_server(("127.0.0.1", 0))  # connections wait until it is served
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         started = threading.Event()
 
         async def serve() -> None:
@@ -115,12 +113,10 @@ class Running:
             app: Any = Faulty(
                 build_app(ApiState(config, LocalClient(controller))), lambda: self.backend.faults
             )
-            self.server = uvicorn.Server(
-                uvicorn.Config(app, port=port, log_level="warning", lifespan="off")
-            )
+            self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
             started.set()
             try:
-                await self.server.serve()
+                await self.server.serve(sockets=[listener])
             finally:
                 await controller.close()
 
