@@ -94,6 +94,13 @@ class Server:
         model, tolerance, limit = self.base_model, self.tolerance, self.timeout_s
         return Server(self.base_url, api_key, model, tolerance, limit)
 
+    def through(self, base_url: str) -> "Server":
+        """Return another connection, by the address of a proxy."""
+        made = Server(base_url, self.api_key, self.base_model, self.tolerance, self.timeout_s)
+        made.found_alpha, made.drops_seeds = self.found_alpha, self.drops_seeds
+        made._starts = dict(self._starts)
+        return made
+
     def _session(self) -> Any:
         return tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_actors.api import schema
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.image_form import ImageForm
@@ -465,7 +466,7 @@ class Faulty:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         if "does repeats" in faults:
-            body = self._renumbered(body)
+            body = self._renumbered(path, body, dict(scope["headers"]))
         if "serves aliases" in faults and path.endswith("/create_model"):
             body = body.replace(OTHER.encode(), MODEL.encode())
         await asyncio.sleep(self._delay(path, dict(scope["headers"]), faults))
@@ -517,15 +518,21 @@ class Faulty:
                 return 5.0
         return 0.0
 
-    def _renumbered(self, body: bytes) -> bytes:
-        try:
+    def _renumbered(self, path: str, body: bytes, headers: dict[bytes, bytes]) -> bytes:
+        if headers.get(b"content-type", b"").startswith(b"application/x-protobuf"):
+            request = schema.ForwardBackwardRequest.FromString(body)
+            request.seq_id = self._next_number(request.model_id)
+            return request.SerializeToString()
+        if not path.endswith("/retrieve_future") and body.startswith(b"{"):
             found = json.loads(body)
-        except ValueError:
-            return body
-        if "seq_id" in found and "model_id" in found:
-            number = self._numbers[found["model_id"]] = self._numbers.get(found["model_id"], 0) + 1
-            return json.dumps({**found, "seq_id": number}).encode()
+            if "seq_id" in found and "model_id" in found:
+                found["seq_id"] = self._next_number(found["model_id"])
+                return json.dumps(found).encode()
         return body
+
+    def _next_number(self, model: str) -> int:
+        self._numbers[model] = self._numbers.get(model, 0) + 1
+        return self._numbers[model]
 
     def _changed(
         self, path: str, body: bytes, status: int, content: bytes, faults: set[str]
