@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +57,22 @@ async def both(url: str, base: str, begun: asyncio.Event | None = None) -> list[
 
 def status(name: str) -> dict[str, Any]:
     shown = run_cli("status", "--name", name, "--json")
-    return json.loads(shown.stdout)
+    return json.loads(shown.stdout) if shown.stdout.startswith("{") else {"ready": False}
 
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def parked_rank(name: str) -> int:
+async def parked_rank(name: str) -> int:
     """Return the process of a training rank whose base model is parked."""
     for _ in range(60):
-        found = status(name)
+        found = await asyncio.to_thread(status, name)
         for base, row in found["base_models"].items():
             group = found["groups"].get(f"{base} policy")
             if row["place"] == "host" and group and group["pids"]:
                 return group["pids"][0]
-        time.sleep(0.5)
+        await asyncio.sleep(0.5)
     raise AssertionError("no base model was parked")
 
 
@@ -84,41 +83,41 @@ def one_process(title: str) -> int:
     return found[-1]
 
 
-def base_on_device(name: str) -> tuple[int, str]:
+async def base_on_device(name: str) -> tuple[int, str]:
     """Return the epoch, and a base model on the devices, all parts of which run."""
     for _ in range(120):
-        found = status(name)
+        found = await asyncio.to_thread(status, name)
         for base, row in found["base_models"].items():
             group = found["groups"].get(f"{base} policy", {"state": "absent"})
             engines = [e["state"] for e in found["engines"] if e["name"].startswith(f"{base} ")]
             if row["place"] == "device" and [group["state"], *engines] == ["up", "HEALTHY"]:
                 return found["epoch"], base
-        time.sleep(0.2)
+        await asyncio.sleep(0.2)
     raise AssertionError("no base model had all its parts")
 
 
-def taken_over(name: str, epoch: int, base: str) -> bool:
+async def taken_over(name: str, epoch: int, base: str) -> bool:
     """Wait for a controller after `epoch`. Return whether it let the processes of `base` run on."""
+    show_log = ("logs", "controller", "--name", name, "--lines", "2000")
     for _ in range(120):
-        shown = run_cli("status", "--name", name, "--json").stdout
-        after = json.loads(shown) if shown.startswith("{") else {"ready": False}
+        after = await asyncio.to_thread(status, name)
         if after["ready"] and after["epoch"] > epoch:
-            log = run_cli("logs", "controller", "--name", name, "--lines", "2000").stdout
-            return f"took over base model {base}\n" in log
-        time.sleep(0.5)
+            log = await asyncio.to_thread(run_cli, *show_log)
+            return f"took over base model {base}\n" in log.stdout
+        await asyncio.sleep(0.5)
     raise AssertionError("there was no next controller")
 
 
-def controller_killed(name: str) -> None:
+async def controller_killed(name: str) -> None:
     """Kill the controller until the next one takes over a base model that was loaded.
 
     It ends a base model that is being moved at that moment, and one of which a part is missing. So
     a kill that meets such a moment shows nothing.
     """
     for _ in range(3):
-        epoch, base = base_on_device(name)
+        epoch, base = await base_on_device(name)
         kill(one_process("ControllerActor"))
-        if taken_over(name, epoch, base):
+        if await taken_over(name, epoch, base):
             return
     raise AssertionError("processes that ran were started again")
 
@@ -126,11 +125,11 @@ def controller_killed(name: str) -> None:
 async def killed_in_turn(name: str, begun: asyncio.Event) -> None:
     """Kill a parked rank, an engine that is loaded or runs, and the controller."""
     await begun.wait()
-    kill(await asyncio.to_thread(parked_rank, name))
+    kill(await parked_rank(name))
     await asyncio.sleep(4)
     kill(one_process("EngineActor"))
     await asyncio.sleep(6)
-    await asyncio.to_thread(controller_killed, name)
+    await controller_killed(name)
 
 
 async def in_one_service(name: str, url: str) -> dict[str, list[Any]]:

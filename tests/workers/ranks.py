@@ -8,9 +8,11 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-TIMEOUT_S = 60.0
+# Enough for a first run beside a service that starts on the same two cores.
+TIMEOUT_S = 150.0
 
 
 def free_port() -> int:
@@ -23,12 +25,16 @@ class Ranks:
     """Idle processes of one process group, because an engine can keep its group permanently."""
 
     def __init__(self, count: int, timeout_s: float = TIMEOUT_S):
-        self._port = free_port()
-        self._timeout_s = timeout_s
-        context = mp.get_context("spawn")
+        self._count = count
+        self.timeout_s = timeout_s
         self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(count):
+        self._processes: list[BaseProcess] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._port = free_port()
+        context = mp.get_context("spawn")
+        for _ in range(self._count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -37,7 +43,13 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run function(rank, world_size, port, *args) on each rank; return the results in order."""
+        """Run function(rank, world_size, port, *args) on each rank; return the results in order.
+
+        Ranks that did not all answer are ended, because the others can wait for them forever. The
+        next run starts new ones.
+        """
+        if not self._processes:
+            self._start()
         for rank, pipe in enumerate(self._pipes):
             pipe.send(
                 (
@@ -47,7 +59,7 @@ class Ranks:
                 )
             )
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while len(answers) < len(self._pipes) and time.monotonic() < deadline:
             for pipe in wait(
                 [p for i, p in enumerate(self._pipes) if i not in answers], timeout=1.0
@@ -56,21 +68,21 @@ class Ranks:
             if any(not good for good, _ in answers.values()):
                 # The other ranks can wait for the failed one forever.
                 deadline = min(deadline, time.monotonic() + 2.0)
-        if len(answers) < len(self._pipes):
+        if len(answers) < self._count:
             self.close()
-        failed = [
-            answers[i][1] if i in answers else f"rank {i} did not answer"
-            for i in range(len(self._pipes))
-        ]
-        assert all(i in answers and answers[i][0] for i in range(len(self._pipes))), "\n".join(
-            map(str, failed)
-        )
-        return [answers[i][1] for i in range(len(self._pipes))]
+        missing = (False, "did not answer")
+        answered = [answers.get(i, missing) for i in range(self._count)]
+        failed = [f"rank {i}: {value}" for i, (good, value) in enumerate(answered) if not good]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in answered]
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
 
 
 def _serve(pipe: Connection) -> None:
