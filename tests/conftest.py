@@ -98,7 +98,7 @@ def s3() -> Iterator[str]:
     before = dict(os.environ)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{port}"
-        for _ in range(300):
+        for _ in range(1200):
             try:
                 urllib.request.urlopen(url, timeout=1)
                 break
@@ -140,6 +140,7 @@ def start_service(service: Service, *more: str) -> None:
         f"base_model.path={service.base}",
         "environment.A_VARIABLE=of the config",
         *more,
+        timeout=540,  # a busy machine imports vLLM in minutes
     )
     assert started.returncode == 0, started.stdout + started.stderr
 

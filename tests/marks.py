@@ -47,7 +47,6 @@ RAY_FILES = (
 )
 # Long files after those with Ray. The others follow, because short ones fill the last seconds best.
 EARLY_FILES = (
-    "tests/service/test_several_base_models.py",  # it takes most of its time limit
     "tests/workers/test_strategies.py",
     "tests/workers/test_order_of_verbs.py",
     "tests/engines/test_transfer.py",
@@ -60,6 +59,7 @@ LAST_FILES = (
     "tests/engines/test_gpu_bench.py",
     "tests/jax_workers/test_mesh.py",
     "tests/service/test_outside_suites.py",
+    "tests/service/test_several_base_models.py",
 )
 # Seconds since the epoch. Slow tests that would begin later are skipped and listed, because a slow
 # machine must not reach the time limit of CI, which would hide the results of all.

@@ -15,14 +15,15 @@ from tinker import types
 from tests.conftest import run_cli
 from tests.service.own_service import own_service
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CONFIG = "configs/cpu_catalogue.yaml"
 BASES = {"tiny": "skyrl-actors/tiny", "tiny_moe": "skyrl-actors/tiny-moe", "tiny_vl": ""}
 BASES["tiny_vl"] = "skyrl-actors/tiny-vl"
 # One call at a time in each pass and batch, so that no answer depends on what it ran with.
 ALONE = ("policy.share_passes=false", "engine.max_num_seqs=1", "critic=null")
 ENGINE = ("engine.max_model_len=512", "engine.kv_cache_bytes=134217728")
-ROUNDS = 4
+# Two of three are loaded, so each turn of the last one starts another's processes again.
+ROUNDS = {"skyrl-actors/tiny": 4, "skyrl-actors/tiny-moe": 4, "skyrl-actors/tiny-vl": 1}
 
 
 async def trained(
@@ -32,7 +33,7 @@ async def trained(
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     model = await service.create_lora_training_client_async(base_model=base, rank=8, seed=number)
     answers: list[Any] = []
-    for step in range(ROUNDS):
+    for step in range(ROUNDS[base]):
         tokens = [(7 * i + 3 * number + step) % 200 + 1 for i in range(24)]
         datum = types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -140,7 +141,6 @@ async def in_one_service(name: str, url: str) -> dict[str, list[Any]]:
     return dict(zip(BASES.values(), answers, strict=True))
 
 
-@pytest.mark.timeout(1500)  # four services start one after the other
 def test_answers_equal_those_of_separate_services_whatever_is_killed(tmp_path: Path):
     alone: dict[str, list[Any]] = {}
     for kind, base in BASES.items():
