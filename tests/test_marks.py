@@ -1,4 +1,4 @@
-"""The order of tests, and the deadline of those that run last."""
+"""The order of tests, and the deadline of slow ones."""
 
 import time
 
@@ -12,15 +12,18 @@ class Item:
 
     fixturenames = ()
 
-    def __init__(self, nodeid: str, is_slow: bool):
-        self.nodeid, self.is_slow = nodeid, is_slow
+    def __init__(self, nodeid: str, *found: pytest.Mark):
+        self.nodeid = nodeid
+        self._marks = {mark.name: mark for mark in found}
 
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if self.is_slow else None
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self._marks.get(name)
 
 
-def item(nodeid: str, is_slow: bool = True) -> pytest.Item:
-    return Item(nodeid, is_slow)  # type: ignore[return-value]
+def item(nodeid: str, is_slow: bool = True, limit_s: int | None = None) -> pytest.Item:
+    found = [pytest.mark.slow.mark] if is_slow else []
+    found += [pytest.mark.timeout(limit_s).mark] if limit_s else []
+    return Item(nodeid, *found)  # type: ignore[return-value]
 
 
 def test_long_slow_tests_are_the_last_of_their_process():
@@ -48,6 +51,14 @@ def test_only_slow_tests_are_skipped_and_only_after_the_deadline(
     conftest.pytest_runtest_setup(fast)
     with pytest.raises(pytest.skip.Exception, match="no time was left"):
         conftest.pytest_runtest_setup(slow)
+
+
+def test_a_test_with_a_longer_limit_must_begin_earlier(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(marks.DEADLINE, f"{time.time() + 600}")
+    for limit_s in (300, marks.USUAL_LIMIT_S, marks.USUAL_LIMIT_S + 500):
+        conftest.pytest_runtest_setup(item("tests/a.py::b", limit_s=limit_s))
+    with pytest.raises(pytest.skip.Exception, match="no time was left"):
+        conftest.pytest_runtest_setup(item("tests/a.py::b", limit_s=marks.USUAL_LIMIT_S + 700))
 
 
 @pytest.mark.parametrize("file", marks.LAST_FILES)
