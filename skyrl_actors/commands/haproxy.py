@@ -37,8 +37,8 @@ def environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
         # a dead proxy is restarted after three periods, not after 30 s
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
-        # Serve waits so long for a new proxy. By default it kills one that takes more than 5 s, which
-        # a busy machine takes to start it, and then `serve` fails.
+        # Serve waits so long for a new proxy. Its default is 5 s: then it kills the proxy, and
+        # `serve` fails. A busy machine takes longer to start one.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_health_check_period_ms": "1000",  # the same for a dead node
         "RAY_health_check_timeout_ms": "5000",
