@@ -3,8 +3,9 @@
     python -m bench.scale_shards
 
 Controllers and engines are processes of their own, which speak the real RPC. Sessions are spread as
-ingress processes do it. A machine with fewer cores than controllers is no obstacle: the CPU time of
-each controller is measured, and the capacity is what a core for each would do.
+ingress processes do it. The CPU time of each controller is measured, and the capacity is what a
+core for each would do. First the sessions of one shard after the other work, then all at once. The
+second is lower on a machine with fewer cores than processes, whose caches they then share.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from skyrl_actors.api.sharded_client import ShardedClient
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.messages.paths import model_id_for, sampler_id_for
+from skyrl_actors.messages.paths import model_id_for, sampler_id_for, shard_of
 from skyrl_actors.messages.results import Failure, Ready, Waiting
 from skyrl_actors.transport.rpc import Address
 
-SESSIONS, COUNT, ROUNDS = 128, 2000, 3
+SESSIONS, EACH, ROUNDS = 64, 16, 3  # sessions of each shard, operations of each session
 WORKS: dict[str, Work] = {
     "sample 256+256": sample_of(256, 256),
     "forward_backward": forward_backward,
@@ -70,35 +71,43 @@ class ShardedSession(Client):
             raise RuntimeError(answer.message)
 
 
-async def measured(shards: list[Part], sessions: list[ShardedSession], work: Work) -> float:
-    """Return the operations a second that the shards can do with a core for each."""
-    numbers = iter(range(COUNT))
+async def measured(shard: Part, sessions: list[ShardedSession], work: Work) -> float:
+    """Return the operations a second that this shard can do with a core of its own."""
 
     async def worker(session: ShardedSession) -> None:
-        for number in numbers:
+        for number in range(EACH):
             await work(session, number)
 
-    before = [shard.cpu_s("begin")[0] for shard in shards]
+    began = shard.cpu_s("begin")[0]
     async with asyncio.TaskGroup() as running:
         for session in sessions:
             running.create_task(worker(session))
-    busiest = max(
-        shard.cpu_s("end")[0] - began for shard, began in zip(shards, before, strict=True)
-    )
-    return COUNT / busiest
+    return len(sessions) * EACH / (shard.cpu_s("end")[0] - began)
 
 
-async def capacity(shards: list[Part], rounds: int) -> dict[str, float]:
+async def capacity(shards: list[Part], rounds: int) -> dict[str, dict[str, float]]:
     clients = [ShardAt(shard.address) for shard in shards]
     client = clients[0] if len(clients) == 1 else ShardedClient(clients)
-    sessions = [ShardedSession(client) for _ in range(SESSIONS)]
+    sessions = [ShardedSession(client) for _ in range(SESSIONS * len(shards))]
     for session in sessions:
         await session.begin()
-    found: dict[str, float] = {}
+    theirs = [
+        [session for session in sessions if shard_of(session.session) == number]
+        for number in range(1, len(shards) + 1)
+    ]
+    found: dict[str, dict[str, float]] = {}
     for name, work in WORKS.items():
-        await measured(shards, sessions, work)
-        taken = [await measured(shards, sessions, work) for _ in range(rounds)]
-        found[name] = round(statistics.median(taken))
+        in_turn: list[float] = []
+        at_once: list[float] = []
+        for _ in range(1 + rounds):
+            runs = [measured(*of, work) for of in zip(shards, theirs, strict=True)]
+            in_turn.append(sum([await run for run in runs]))
+            runs = [measured(*of, work) for of in zip(shards, theirs, strict=True)]
+            at_once.append(sum(await asyncio.gather(*runs)))
+        found[name] = {
+            "in turn": round(statistics.median(in_turn[1:])),
+            "at once": round(statistics.median(at_once[1:])),
+        }
     return found
 
 
