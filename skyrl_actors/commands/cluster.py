@@ -42,6 +42,7 @@ from skyrl_actors.storage.private_folders import is_trusted
 
 STOP_TIMEOUT_S = 40.0
 OBJECT_STORE_BYTES = 256 * 2**20
+NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
 
 
 def prepare_base_models(config: ClusterConfig) -> dict[str, Path]:
@@ -227,8 +228,9 @@ def create_controller(
     its journal.
     """
     first, second = actor_names(config.name)
-    standby = second if config.restart.standby_controller else None
-    return _created(first, standby, config, base_folders, detached)
+    if not config.restart.standby_controller:
+        return _created(first, None, {}, config, base_folders, detached)
+    return _created(first, second, _places(config)[0], config, base_folders, detached)
 
 
 def create_standby(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
@@ -236,35 +238,53 @@ def create_standby(config: ClusterConfig, base_folders: Mapping[str, Path]) -> N
     if config.restart.standby_controller:
         note("starting the standby controller")
         first, second = actor_names(config.name)
-        _created(second, first, config, base_folders, True)
+        _created(second, first, _places(config)[1], config, base_folders, True)
 
 
 def _created(
     name: str,
     standby: str | None,
+    place: Mapping[str, Any],
     config: ClusterConfig,
     base_folders: Mapping[str, Path],
     detached: bool,
 ) -> ActorHandle[Any]:
     options: dict[str, Any] = {"lifetime": "detached", "max_restarts": -1} if detached else {}
-    if standby is not None:
-        options["scheduling_strategy"] = _places(config)
     actor_class: Any = ray.remote(ControllerActor).options(
-        name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
+        name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options, **place
     )
     folders = {name: str(folder) for name, folder in base_folders.items()}
     return actor_class.remote(config, folders, detached, standby)
 
 
-def _places(config: ClusterConfig) -> str | NodeAffinitySchedulingStrategy:
-    """Return where both processes are: on two machines if there are two.
+def _places(config: ClusterConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return Ray's options for the nodes of two processes: this one, and another if there is one.
 
-    An SQLite journal keeps them on this machine. Elsewhere, its folder could be another one.
+    They return to their nodes after each restart, so they do not meet on one. A process whose node
+    is gone starts on any other, but on that of the other process only as the last choice. An SQLite
+    journal keeps both on this node, because elsewhere its folder could be another one.
     """
-    if config.journal.url is not None:
-        return "SPREAD"
-    own_node = typed_ray.get_runtime_context().get_node_id()
-    return NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
+    here = typed_ray.get_runtime_context().get_node_id()
+    if config.journal.url is None:
+        only = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=False)}
+        return only, only
+    others = sorted(node["NodeID"] for node in typed_ray.nodes() if node["Alive"])
+    others.remove(here)
+    there = others[0] if others else here
+    return _node_first(here, there), _node_first(there, here)
+
+
+def _node_first(node: str, last: str) -> dict[str, Any]:
+    """Return options for one node, else any but `last`, else any.
+
+    Ray takes a soft NodeAffinitySchedulingStrategy or "SPREAD" only as a hint for an actor that
+    needs no resources, and may place it on any node.
+    """
+    choices = ({NODE_ID: f"!{last}"}, {NODE_ID: "!none"})
+    return {
+        "label_selector": {NODE_ID: node},
+        "fallback_strategy": [{"label_selector": choice} for choice in choices],
+    }
 
 
 async def start_controller(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:

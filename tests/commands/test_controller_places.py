@@ -13,11 +13,18 @@ def test_an_sqlite_journal_keeps_both_processes_on_its_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """On another machine, the same folder could be an empty one, and a second journal."""
-    node = "ab" * 28
+    node, other = "ab" * 28, "cd" * 28
     here = SimpleNamespace(get_node_id=lambda: node)
+    nodes = [{"NodeID": one, "Alive": one != "gone"} for one in (node, other, "gone")]
     monkeypatch.setattr(cluster.typed_ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr(cluster.typed_ray, "nodes", lambda: nodes)
     on_disk = ClusterConfig(journal=JournalConfig(folder=tmp_path))
-    place = cluster._places(on_disk)
-    assert not isinstance(place, str) and (place.node_id, place.soft) == (node, False)
+    for place in cluster._places(on_disk):
+        strategy = place["scheduling_strategy"]
+        assert (strategy.node_id, strategy.soft) == (node, False)
     elsewhere = JournalConfig(folder=tmp_path, url="postgresql://database/journal")
-    assert cluster._places(ClusterConfig(journal=elsewhere)) == "SPREAD"
+    selected = [
+        place["label_selector"][cluster.NODE_ID]
+        for place in cluster._places(ClusterConfig(journal=elsewhere))
+    ]
+    assert selected == [node, other]
