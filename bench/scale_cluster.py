@@ -209,7 +209,8 @@ def controller_on(folder: Path, farm: Farm, retention_s: float) -> Controller:
     )
     journal = SqlJournal(config.journal, KINDS, wall)
     controller = Controller(config, farm, journal, wall=wall)
-    controller._disk._pools = dict.fromkeys(controller._disk._pools, InPlace())
+    pools: Any = dict.fromkeys(controller._disk._pools, InPlace())
+    controller._disk._pools = pools
     controller._examiner._threads = InPlace()
     return controller
 

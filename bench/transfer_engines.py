@@ -113,7 +113,8 @@ def _train(rank: int, port: int, base: str, folder: Path) -> list[dict[str, Any]
         counts["read"] += bucket.nbytes
         return bucket
 
-    GatherQueue.put, GatherQueue.take = counted_put, counted_take
+    counted: Any = GatherQueue
+    counted.put, counted.take = counted_put, counted_take
     found = [_one_case(worker, manifest, folder, number, counts) for number in range(len(cases()))]
     return found if rank == 0 else []
 

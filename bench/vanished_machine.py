@@ -27,7 +27,8 @@ from bench import harness
 from bench.two_machines import HEAD, cut, is_there, reconnect, two_machines
 from skyrl_actors.__main__ import use_ray_token
 from skyrl_actors.api.client import ControllerClient, find_controller
-from skyrl_actors.commands import cluster, serve
+from skyrl_actors.commands import cluster
+from skyrl_actors.commands.serve import with_absolute_paths
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.messages.catalog import SessionLabels
@@ -129,7 +130,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-vanished-") as scratch, two_machines():
         os.chmod(scratch, 0o755)
         (folder := Path(scratch, "postgres")).mkdir()
-        config = serve.with_absolute_paths(
+        config = with_absolute_paths(
             load(
                 "configs/cpu_tiny.yaml",
                 (
@@ -143,10 +144,12 @@ def main() -> None:
             )
         )
         cluster.join_ray()
-        folders = cluster.prepare_base_models(config)
-        asyncio.run(serve._start_controller(config, folders))  # pyright: ignore[reportPrivateUsage]
-        waits = asyncio.run(measured(config, given.rounds))
-        ray.shutdown()
+        try:
+            folders = cluster.prepare_base_models(config)
+            asyncio.run(cluster.start_controller(config, folders))
+            waits = asyncio.run(measured(config, given.rounds))
+        finally:
+            ray.shutdown()
     harness.emit("vanished_machine", {"waits": waits})
 
 
