@@ -18,6 +18,7 @@ from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.workers.strategy_runs import gathered, one, worker_of
 
 BUCKET = 20_000  # bytes: a few tensors a bucket; some tensors are larger
+LONGEST_S = 120.0
 
 
 class Receiver(threading.Thread):
@@ -27,7 +28,7 @@ class Receiver(threading.Thread):
         self, worker: TorchWorker, manifest: WeightManifest, stream_id: str, backend: Any = "gloo"
     ):
         super().__init__(daemon=True)
-        asked = WeightStream("", 0, 2, backend, BUCKET, 30.0, checksums=True, id=stream_id)
+        asked = WeightStream("", 0, 2, backend, BUCKET, LONGEST_S, checksums=True, id=stream_id)
         self.stream = worker.open_stream(manifest, asked)
         self.manifest, self.tensors, self.error = manifest, dict[str, torch.Tensor](), ""
         self.start()
@@ -42,11 +43,12 @@ class Receiver(threading.Thread):
             self.error = str(error)
 
     def equals(self, wanted: dict[str, torch.Tensor]) -> bool:
-        self.join(30)
-        return (
-            not self.error
-            and list(self.tensors) == list(wanted)
-            and all(torch.equal(self.tensors[n], wanted[n]) for n in wanted)
+        """Return whether all has come as it was sent. Raises RuntimeError if it did not come."""
+        self.join(LONGEST_S)
+        if self.error or self.is_alive():
+            raise RuntimeError(self.error or f"nothing came within {LONGEST_S:g} s")
+        return list(self.tensors) == list(wanted) and all(
+            torch.equal(self.tensors[n], wanted[n]) for n in wanted
         )
 
 
