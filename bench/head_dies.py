@@ -32,11 +32,8 @@ import tinker
 from tinker import types
 
 from bench import harness
-from bench.nodes import AGENT_PORT, STORE, raylets
-from skyrl_actors.__main__ import use_ray_token
+from bench.nodes import AGENT_PORT, STORE, TwoNodes, raylets
 from skyrl_actors.commands import cluster, haproxy
-from skyrl_actors.commands.serve import end_ray_session, ray_marks
-from skyrl_actors.config.load import load
 from skyrl_actors.journal.opening import last_epoch
 
 CONFIG = "configs/cpu_tiny.yaml"
@@ -65,12 +62,11 @@ def redis() -> Iterator[str]:
             server.wait(10)
 
 
-class HeadAndWorker:
+class HeadAndWorker(TwoNodes):
     """A head without CPUs, which can be killed and started again, and a worker node."""
 
     def __init__(self, overrides: Sequence[str], redis_address: str):
-        use_ray_token(create=True)
-        self._environment = haproxy.environment(load(CONFIG, overrides))
+        super().__init__(CONFIG, overrides)
         self._environment |= {"RAY_REDIS_ADDRESS": redis_address}
         self._haproxy = str(haproxy.folder(harness.NAME))
         self._head: psutil.Process | None = None
@@ -114,15 +110,6 @@ class HeadAndWorker:
         """Return whether a process is on the head node."""
         assert self._head is not None
         return any(process.pid == pid for process in self._head.children(recursive=True))
-
-    def end(self) -> None:
-        end_ray_session(ray_marks())
-        cluster.forget_ray_address()
-
-    def _ray(self, *arguments: str) -> None:
-        done = cluster.ray_command(*arguments, environment=self._environment)
-        if done.returncode:
-            raise SystemExit(f"ray {' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
 
 
 def losses(model: Any, count: int) -> list[float]:

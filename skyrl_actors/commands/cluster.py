@@ -268,9 +268,8 @@ def _places(config: ClusterConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]
     if config.journal.url is None:
         only = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=False)}
         return only, only
-    others = sorted(node["NodeID"] for node in typed_ray.nodes() if node["Alive"])
-    others.remove(here)
-    there = others[0] if others else here
+    living = sorted(node["NodeID"] for node in typed_ray.nodes() if node["Alive"])
+    there = next((node for node in living if node != here), here)
     return _node_first(here, there), _node_first(there, here)
 
 

@@ -81,13 +81,14 @@ async def test_the_next_process_waits_and_then_has_all_operations(
 @pytest.mark.parametrize("holder", [(), ("in a transaction",)], indirect=True)
 @pytest.mark.parametrize("config", ["postgres"], indirect=True)
 async def test_a_process_that_stands_still_loses_its_turn_and_cannot_write(
-    config: JournalConfig, holder: subprocess.Popen[str]
+    config: JournalConfig, holder: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
 ):
     journal = SqlJournal(config, KINDS)
     opening = asyncio.create_task(journal.open("the second", wait=True))
     await asyncio.sleep(0.5)
     os.kill(holder.pid, signal.SIGSTOP)
     await asyncio.wait_for(opening, SILENCE_S + 60)  # on a busy machine
+    assert "the journal's holder is silent" in caplog.text  # not a timeout of the database
     await journal.write(accepted(2))
     os.kill(holder.pid, signal.SIGCONT)
     assert holder.stdout is not None
