@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from skyrl_actors.api.credentials import Grant
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.errors import NotFound, UserError
 from skyrl_actors.messages.keys import Role
-from skyrl_actors.messages.paths import TinkerPath, owner_mark, owner_of
+from skyrl_actors.messages.paths import TinkerPath, is_id, owner_mark, owner_of
 
 
 class NotAllowed(UserError):
@@ -23,10 +24,17 @@ class NotAllowed(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. `owner` None: no keys are required and all may see everything."""
+    """The sender of a request. `grant` None: no keys are required and all may see everything."""
 
-    owner: str | None = None
-    role: Role = "tenant"
+    grant: Grant | None = None
+
+    @property
+    def owner(self) -> str | None:
+        return None if self.grant is None else self.grant.owner
+
+    @property
+    def role(self) -> Role:
+        return "tenant" if self.grant is None else self.grant.role
 
     @property
     def mark(self) -> str:
@@ -41,8 +49,11 @@ class Caller:
         return self.scope is None or owner_of(text) == self.scope
 
     def own(self, text: str, what: str) -> str:
-        """Return the id if the caller owns it. Raises NotFound otherwise, as for an unknown id."""
-        if not self.owns(text):
+        """Return the id if the caller owns it. Raises NotFound otherwise, as for an unknown id.
+
+        What cannot be an id is unknown too: ids become parts of file paths.
+        """
+        if not (is_id(text) and self.owns(text)):
             raise NotFound(f"unknown {what} {text[:200]!r}")
         return text
 

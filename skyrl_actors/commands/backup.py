@@ -220,8 +220,8 @@ def _copied_unit(root: Path, place: Path, target: Path) -> Files:
 
 def _content(place: Path) -> dict[Path, tuple[int, int, int]]:
     """Return the files of a checkpoint, with what differs between two files of one name."""
-    files = [place] if not place.is_dir() else sorted(place.iterdir())
-    found = {file: file.stat() for file in files if not _is_passing(file)}
+    files = [place] if not place.is_dir() else sorted(place.rglob("*"))
+    found = {file: file.stat() for file in files if not (file.is_dir() or _is_passing(file))}
     return {file: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for file, stat in found.items()}
 
 

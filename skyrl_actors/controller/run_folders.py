@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_actors.controller.owner_index import OwnerIndex
-from skyrl_actors.messages.errors import InternalError
-from skyrl_actors.messages.paths import CHECKPOINT_KINDS
+from skyrl_actors.messages.paths import CHECKPOINT_KINDS, checked_id
 
 SPEC_FILE = "model_spec.json"
 RUN_FILE = "run.json"
@@ -28,10 +27,8 @@ class RunFolders:
         self._index = OwnerIndex(root)
 
     def of(self, model_id: str) -> Path:
-        folder = self.root / model_id.replace(":", "_")
-        if not folder.is_relative_to(self.root):
-            raise InternalError(f"model id {model_id} leads out of the checkpoint folder")
-        return folder
+        """Return the folder of a run. Raises InvalidRequest for a text that is not an id."""
+        return self.root / checked_id(model_id, "model id").replace(":", "_")
 
     def all(self, owner: str | None = None) -> list[Path]:
         """Return the folders of an owner's runs, or of all."""

@@ -36,9 +36,14 @@ class TinkerPath:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
 
+def is_id(text: str) -> bool:
+    """Return whether a text can be an id, and so a part of a file's path."""
+    return bool(_ID.fullmatch(text))
+
+
 def checked_id(text: str, what: str) -> str:
     """Return the id. Raises InvalidRequest when it has other characters or is too long."""
-    if not _ID.fullmatch(text):
+    if not is_id(text):
         raise InvalidRequest(
             f"{what} {text[:80]!r}: use up to 128 of A-Z a-z 0-9 . _ : - "
             "and begin with a letter or digit"

@@ -360,3 +360,24 @@ async def test_samples_without_a_seed_differ_and_a_retry_is_equal(
             for choice in answer.json()["choices"]
         ]
         assert len(texts) == 64 and len(set(texts)) == 64
+
+
+@pytest.mark.parametrize("place", ["../../../outside/0k", "a/b/c0k", "..:0k", "s" * 200 + "0k"])
+async def test_a_copy_goes_to_no_place_that_is_not_an_id(
+    both: tuple[httpx.AsyncClient, httpx.AsyncClient], tmp_path: Path, place: str
+):
+    alice, _ = both
+    session, model_id = await with_checkpoints(alice)
+    before = sorted(tmp_path.rglob("*"))
+    body = {"source_path": f"tinker://{model_id}/weights/one", "model_seq_id": 5}
+    answer = await alice.post("/copy_weights", json={**body, "session_id": place + session[-10:]})
+    assert answer.status_code == 404 and "unknown session" in answer.text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+async def test_ids_that_are_paths_are_unknown_without_keys_too(tmp_path: Path):
+    async with edge(config_for(tmp_path)) as anyone:
+        _, model_id = await with_checkpoints(anyone)
+        body = {"source_path": f"tinker://{model_id}/weights/one", "model_seq_id": 5}
+        answer = await anyone.post("/copy_weights", json={**body, "session_id": "../../outside"})
+        assert answer.status_code == 404 and not (tmp_path.parent / "outside_train_5").exists()

@@ -299,6 +299,15 @@ def test_a_checkpoint_that_is_saved_again_meanwhile_is_copied_whole(
     assert copy.read_text() == "the second" and (copy.parent / "more.bin").is_file()
 
 
+def test_a_folder_that_is_no_checkpoint_is_copied_too(stopped: JournalConfig, tmp_path: Path):
+    (note,) = (tmp_path / "checkpoints").rglob("note.txt")
+    deep = tmp_path / "checkpoints" / "a" / "b" / "c" / "weights" / "one"
+    shutil.copytree(note.parent, deep)
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    assert check(tmp_path / "copy", [])
+    assert len([*(tmp_path / "copy").rglob("note.txt")]) == 2
+
+
 def test_a_checkpoint_that_is_deleted_meanwhile_is_left_out(
     stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
