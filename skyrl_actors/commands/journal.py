@@ -12,6 +12,7 @@ from skyrl_actors.config.load import load
 from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.journal.entries import Operation, SnapshotTaken
 from skyrl_actors.journal.journal import reading
+from skyrl_actors.journal.loading import models
 from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.paths import shard_of
 
@@ -46,7 +47,7 @@ def run(
 
 def _models(config: JournalConfig) -> list[dict[str, Any]]:
     with reading(config) as store:
-        return list(store.models())
+        return models(store.engine)
 
 
 def _operation(operation: Operation, snapshots: Sequence[SnapshotTaken]) -> dict[str, Any]:

@@ -225,7 +225,8 @@ class SqlJournal:
         try:
             await self.write(snapshot)
         except Unavailable:
-            await asyncio.to_thread(self._folders.remove, snapshot.folder)
+            if not self.store.unsure:  # otherwise a row may name it; the next start decides
+                await asyncio.to_thread(self._folders.remove, snapshot.folder)
             raise
         return snapshot
 

@@ -6,6 +6,7 @@ numbers are not included; they are read for each stream when it is used again.
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -20,7 +21,7 @@ from skyrl_actors.journal.entries import (
 )
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.rows import operation_of
-from skyrl_actors.messages.keys import AuditEntry, StoredKey
+from skyrl_actors.messages.keys import ACCESSES, AuditEntry, StoredKey
 from skyrl_actors.messages.operating import MODES, Mode
 from skyrl_actors.messages.usage import OwnerQuota, Quota
 
@@ -92,15 +93,23 @@ def _mode(connection: sa.Connection) -> Mode:
 def newest_acts(
     engine: sa.Engine, last: int, since: float, until: float | None
 ) -> list[AuditEntry]:
-    """Return the newest acts from `since` to before `until`, oldest first."""
+    """Return the newest acts from `since` to before `until`, oldest first.
+
+    At most `last` acts of operators and as many accesses to checkpoints: tenants cause the latter,
+    and must not hide the former.
+    """
     c = t.audit.c
-    query = sa.select(c.at, c.actor, c.act, c.subject).where(c.at >= since)
+    query = sa.select(c.number, c.at, c.actor, c.act, c.subject).where(c.at >= since)
     if until is not None:
         query = query.where(c.at < until)
     query = query.order_by(c.number.desc()).limit(last)
+    is_access = c.act.in_(ACCESSES)
     with engine.connect() as connection:
-        found = connection.execute(query).mappings().all()
-    return [AuditEntry(**row) for row in reversed(found)]
+        kinds = [query.where(is_access), query.where(~is_access)]
+        found = [row for kind in kinds for row in connection.execute(kind).all()]
+    return [
+        AuditEntry(at=at, actor=who, act=act, subject=of) for _, at, who, act, of in sorted(found)
+    ]
 
 
 def _creations(connection: sa.Connection, kinds: Kinds) -> list[Operation]:
@@ -120,6 +129,24 @@ def _creations(connection: sa.Connection, kinds: Kinds) -> list[Operation]:
         OP.model_id.not_in(unloaded),
     )
     return [operation_of(row) for row in connection.execute(query)]
+
+
+def models(engine: sa.Engine) -> list[dict[str, Any]]:
+    """Return one row for each model: id, operations, step, first and last time."""
+    query = (
+        sa.select(
+            OP.model_id,
+            sa.func.count().label("operations"),
+            sa.func.max(OP.step).label("step"),
+            sa.func.min(OP.accepted_at).label("first"),
+            sa.func.max(OP.accepted_at).label("last"),
+        )
+        .where(OP.model_id.is_not(None))
+        .group_by(OP.model_id)
+        .order_by(sa.func.min(OP.number))
+    )
+    with engine.connect() as connection:
+        return [dict(row) for row in connection.execute(query).mappings()]
 
 
 def newest_snapshot(connection: sa.Connection, model_id: str) -> SnapshotTaken | None:

@@ -6,10 +6,10 @@ One `write` is one pack and one transaction.
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DataError, DBAPIError
@@ -64,6 +64,7 @@ class Store:
         self.fenced: str | None = None  # why this process must not write any more
         self.lost: str | None = None  # why the journal must be opened again
         self.waiting: str | None = None  # the fault that hides whether a commit succeeded
+        self.unsure = False  # whether the last commit succeeded is not known
         self.closing = threading.Event()
         self._token = ""
         self._redo = RedoLog()
@@ -108,8 +109,9 @@ class Store:
         """Write all entries, or none.
 
         Rows are prepared while records are written to disk. They are committed after the records,
-        so that a row never refers to a missing record. Images have packs of their own: they are
-        kept as long as any request has them.
+        so that a row never refers to a missing record. A transaction begins only when a remote copy
+        of the records is complete, which may take longer than a database keeps an idle one. Images
+        have packs of their own: they are kept as long as any request has them.
         """
         self._check_file()
         users, new = stored_images.of_requests(self.engine, self.packs, entries)
@@ -132,6 +134,8 @@ class Store:
     def _commit(self, todo: list[Statement], packing: Sequence["Future[None]"]) -> None:
         epoch, _, count = self._token.partition(".")
         token = f"{epoch}.{int(count) + 1}"
+        if self._remote:
+            _finish(packing)
         try:
             with self.engine.begin() as connection:
                 if connection.execute(FENCE, {"last": self._token, "next": token}).rowcount != 1:
@@ -143,8 +147,7 @@ class Store:
                     raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
                 if self._remote:
                     connection.execute(NO_TIMEOUT)
-                for each in packing:
-                    each.result()
+                _finish(packing)
         except DBAPIError as error:
             if not error.connection_invalidated or not self._reached(token, error):
                 raise
@@ -162,11 +165,7 @@ class Store:
             connection.execute(LAST_EPOCH).scalar_one(),
             connection.execute(LAST_COMMIT).scalar_one(),
         )
-        if int(epoch) > self.epoch:
-            self.fenced = (
-                "another service has opened this journal since; this one must not write any more"
-            )
-            raise Fenced(self.fenced)
+        self._check_epoch(int(epoch))
         missing = self._redo.since(found)
         if missing is None or int(epoch) < self.epoch:
             last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
@@ -186,6 +185,24 @@ class Store:
             len(missing),
         )
 
+    def _check_epoch(self, epoch: int) -> None:
+        """Raise Fenced if a later service has opened the journal."""
+        if epoch > self.epoch:
+            self.fenced = (
+                "another service has opened this journal since; this one must not write any more"
+            )
+            raise Fenced(self.fenced)
+
+    @contextmanager
+    def removing(self) -> Generator[sa.Connection]:
+        """Begin a transaction that removes rows. Raises Fenced after another service has begun.
+
+        No other service begins before the end of the transaction.
+        """
+        with self.engine.begin() as connection:
+            self._check_epoch(int(connection.execute(LAST_EPOCH.with_for_update()).scalar_one()))
+            yield connection
+
     def close(self) -> None:
         self._packer.shutdown(wait=True)
         self.engine.dispose()
@@ -194,9 +211,9 @@ class Store:
         """Return whether the database has a commit whose answer was lost with the connection.
 
         The writes of this commit are not refused before this is known, because a repeat would then
-        be applied twice.
+        be applied twice. Raises Fenced if a later service hides it.
         """
-        self.waiting = str(error.orig)
+        self.waiting, self.unsure = str(error.orig), True
         try:
             for attempt in Retrying(
                 retry=retry_if_exception_type(DBAPIError),
@@ -206,7 +223,10 @@ class Store:
                 reraise=True,
             ):
                 with attempt, self.engine.connect() as connection:
-                    return connection.execute(LAST_COMMIT).scalar() == token
+                    found = str(connection.execute(LAST_COMMIT).scalar())
+                    self._check_epoch(int(found.partition(".")[0]))
+                    self.unsure = False
+                    return found == token
         finally:
             self.waiting = None
         return False
@@ -244,24 +264,6 @@ class Store:
         with self.engine.connect() as connection:
             return connection.execute(query).scalar() or 0
 
-    def models(self) -> list[dict[str, Any]]:
-        """Return one row for each model: id, operations, step, first and last time."""
-        column = t.operations.c
-        query = (
-            sa.select(
-                column.model_id,
-                sa.func.count().label("operations"),
-                sa.func.max(column.step).label("step"),
-                sa.func.min(column.accepted_at).label("first"),
-                sa.func.max(column.accepted_at).label("last"),
-            )
-            .where(column.model_id.is_not(None))
-            .group_by(column.model_id)
-            .order_by(sa.func.min(column.number))
-        )
-        with self.engine.connect() as connection:
-            return [dict(row) for row in connection.execute(query).mappings()]
-
     def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         query = (
             sa.select(t.snapshots)
@@ -293,7 +295,7 @@ class Store:
     def mark_last_number(self) -> None:
         """Store the last number before rows are removed, so that it is not used again."""
         self.write([])
-        with self.engine.begin() as connection:
+        with self.removing() as connection:
             last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
             known = connection.execute(
                 sa.select(t.info.c.value).where(t.info.c.key == t.LAST_NUMBER)
@@ -318,6 +320,11 @@ class Store:
         )
         with self.engine.connect() as connection:
             return connection.execute(query).scalar()
+
+
+def _finish(packing: Sequence["Future[None]"]) -> None:
+    for each in packing:
+        each.result()
 
 
 def _execute(connection: sa.Connection, todo: Sequence[Statement]) -> None:

@@ -1,6 +1,7 @@
 """Remove what retention no longer needs, in steps so short that writes hardly wait.
 
-Each step is one transaction on the journal's writing thread. A row is removed with its records.
+Each step is one transaction on the journal's writing thread, and none is after another service has
+opened the journal. A row is removed with its records.
 Packs count the rows that refer to them, and a pack is removed with its last row.
 """
 
@@ -18,6 +19,7 @@ from skyrl_actors.journal.entries import SnapshotDropped
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.retention import Retention, plan_sweep
 from skyrl_actors.journal.store import Store
+from skyrl_actors.messages.keys import ACCESSES
 
 STEP_S = 0.01  # target time of a step; the size of chunks adapts to it
 SMALLEST, LARGEST = 20, 100  # rows of a chunk
@@ -67,7 +69,7 @@ class Sweeper:
         for model_id in self._live_models():
             yield from self._model(model_id)
         yield self._retired_samplers()
-        yield Swept(usage.forget(self._store.engine, self._now))
+        yield self._old_usage()
         yield from self._orphans()
 
     def _ended_sessions(self) -> Iterator[Swept]:
@@ -76,7 +78,7 @@ class Sweeper:
             sa.select(column.session_id).where(column.ended_at < self._before)
         ):
             yield from self._chunks(OP.session_id == session_id, ANSWERED)
-            with self._store.engine.begin() as connection:
+            with self._store.removing() as connection:
                 samplers = t.samplers.c
                 connection.execute(
                     sa.delete(t.samplers).where(samplers.session_id == session_id, samplers.retired)
@@ -142,7 +144,7 @@ class Sweeper:
         if not bound:
             return
         # This comes first, so that no rebuild omits what is removed.
-        with store.engine.begin() as connection:
+        with store.removing() as connection:
             connection.execute(TRIM, {"model_id": model_id, "number": bound - 1})
         yield from self._chunks(
             OP.model_id == model_id, OP.number < bound, ANSWERED, OP.kind != self._kinds.creates
@@ -160,7 +162,7 @@ class Sweeper:
             OP.kind != self._kinds.creates,
             ANSWERED,
         )
-        with self._store.engine.begin() as connection:
+        with self._store.removing() as connection:
             rows = connection.execute(
                 sa.select(OP.payload_pack, OP.result_pack, OP.images).where(*where)
             ).all()
@@ -170,9 +172,21 @@ class Sweeper:
         return Swept(0, self._store.packs.remove(emptied))
 
     def _retired_samplers(self) -> Swept:
-        with self._store.engine.begin() as connection:
+        with self._store.removing() as connection:
             done = connection.execute(sa.delete(t.samplers).where(t.samplers.c.retired))
         return Swept(done.rowcount)
+
+    def _old_usage(self) -> Swept:
+        """Remove what nobody asks for any more: old usage, and old access to checkpoints."""
+        before = self._now - usage.KEPT_S
+        with self._store.removing() as connection:
+            hours = connection.execute(
+                sa.delete(t.usage_hours).where(t.usage_hours.c.hour < before)
+            )
+            reads = connection.execute(
+                sa.delete(t.audit).where(t.audit.c.at < before, t.audit.c.act.in_(ACCESSES))
+            )
+        return Swept(hours.rowcount + reads.rowcount)
 
     def _chunks(self, *where: Any, order: Any = OP.number) -> Iterator[Swept]:
         reached: Any = None
@@ -206,7 +220,7 @@ class Sweeper:
             OP.images,
             order.label("reached"),
         )
-        with self._store.engine.begin() as connection:
+        with self._store.removing() as connection:
             found = connection.execute(
                 sa.select(*names).where(*where).order_by(order).limit(self._size)
             ).all()
@@ -227,7 +241,8 @@ class Sweeper:
         suspects = self._store.take_suspects()
         for first in range(0, len(suspects), LARGEST):
             some = suspects[first : first + LARGEST]
-            with self._store.engine.connect() as connection:
+            # Under the lock of the epoch: packs that a later service writes are not among them.
+            with self._store.removing() as connection:
                 known = set(
                     connection.execute(
                         sa.select(t.packs.c.name).where(t.packs.c.name.in_(some))

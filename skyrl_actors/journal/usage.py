@@ -52,10 +52,3 @@ def read(engine: sa.Engine, since: float, until: float, owner: str | None) -> li
     with engine.connect() as connection:
         rows = connection.execute(query.order_by(column.hour, column.owner, column.session_id))
         return [Usage(**row) for row in rows.mappings()]
-
-
-def forget(engine: sa.Engine, now: float) -> int:
-    """Remove the usage of hours that are older than `KEPT_S`, and return the number of rows."""
-    with engine.begin() as connection:
-        old = sa.delete(t.usage_hours).where(t.usage_hours.c.hour < now - KEPT_S)
-        return connection.execute(old).rowcount

@@ -19,7 +19,13 @@ Act = Literal[
     "unpublish",
     "read",
 ]
-"""Acts on keys, sessions, requests and the service, and on published checkpoints."""
+"""Acts on keys, sessions, requests and the service, and access to published checkpoints."""
+ACCESSES: tuple[Act, ...] = ("publish", "unpublish", "read")
+
+
+def id_of(digest: str) -> str:
+    """Return the first digits of a hash, which name its key."""
+    return digest.removeprefix("sha256:")[:10]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +44,8 @@ class StoredKey:
 
     @property
     def key_id(self) -> str:
-        """The first digits of the hash, which name the key in lists and commands."""
-        return self.digest.removeprefix("sha256:")[:10]
+        """What names the key in lists and commands."""
+        return id_of(self.digest)
 
     def is_valid(self, now: float) -> bool:
         """Return whether the key is accepted at this time."""
