@@ -17,8 +17,9 @@ from skyrl_actors import clock
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.shard_configs import keeper
 from skyrl_actors.controller.checkpoint_metadata import ABOUT_FILE, CheckpointMetadata
-from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
+from skyrl_actors.controller.notes import UNREADABLE, read_json, report, write_json
 from skyrl_actors.controller.published import Published
+from skyrl_actors.controller.removal import Removal
 from skyrl_actors.controller.run_folders import (
     RUN_FILE,
     SPEC_FILE,
@@ -29,14 +30,13 @@ from skyrl_actors.controller.run_folders import (
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Conflict, Corrupt, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, owner_of
+from skyrl_actors.messages.paths import TinkerPath, owner_of
 from skyrl_actors.messages.weights import SCORED_FILE
 from skyrl_actors.storage.files import fsync
 from skyrl_actors.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
 SAVED_BY = "saved_by"
-DELETED = ".deleted"
 OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 
 
@@ -66,6 +66,7 @@ class CheckpointFolders:
         self._run_folders = RunFolders(self.root, keeps)
         self._published = Published(self.root, self.runs)
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
+        self.removal = Removal(self._run_folders, self._metadata, self._mirror)
 
     @property
     def keeps(self) -> Callable[[str], bool]:
@@ -253,24 +254,7 @@ class CheckpointFolders:
         return published and not self._metadata.is_expired(folder)
 
     def delete(self, path: TinkerPath) -> None:
-        self._remove(self.existing(path))
-
-    def sweep(self) -> int:
-        """Remove expired checkpoints and return their number."""
-        count = 0
-        for run in self._run_folders.own():
-            for left in run.glob(f"*/.*{DELETED}"):  # left by a service that died during a deletion
-                shutil.rmtree(left, ignore_errors=True)
-            for place in (run, *(run / kind for kind in CHECKPOINT_KINDS)):
-                sweep_abandoned(place)
-            for folder in checkpoints_in(run):
-                try:
-                    if self._metadata.is_expired(folder):
-                        self._remove(folder)
-                        count += 1
-                except OSError as error:
-                    log.warning("%s has expired and cannot be removed: %s", folder, error)
-        return count
+        self.removal.remove(self.existing(path))
 
     def note_run(self, spec: ModelSpec, session_id: str, user_metadata: dict[str, str]) -> None:
         """Record the training run of a model. A repeat changes nothing."""
@@ -378,15 +362,6 @@ class CheckpointFolders:
         self._metadata.write(folder, **changes)
         if self._mirror:
             self._mirror.put_file(folder / ABOUT_FILE)
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a checkpoint. The rename makes it vanish at once, whatever its size."""
-        if self._mirror:
-            self._mirror.remove(folder)
-        hidden = folder.with_name(f".{folder.name}{DELETED}")
-        shutil.rmtree(hidden, ignore_errors=True)
-        folder.rename(hidden)
-        shutil.rmtree(hidden)
 
 
 def folders_of(config: ClusterConfig, wall: Callable[[], float]) -> CheckpointFolders:

@@ -48,6 +48,7 @@ from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.session_end import SessionEnd
 from skyrl_actors.controller.standby import own_process
+from skyrl_actors.controller.storage_quota import StorageQuota
 from skyrl_actors.controller.submission import Submission
 from skyrl_actors.controller.tasks import Tasks
 from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
@@ -127,6 +128,7 @@ class Controller:
             past=self._replayer,
             routes=RouterReplay(config, configs, self.tenants, journal, self._tasks),
             admin=self.admin,
+            storage=StorageQuota(self.admin.quotas, folders, self._disk),
         )
         self._build_parts()
 
@@ -188,6 +190,7 @@ class Controller:
             self._named_samplers.free_unused(timeout_s),
             housekeeping.sweep(
                 self.folders,
+                self._disk,
                 self._sessions,
                 self.journal,
                 self.sweep_s,
@@ -217,7 +220,7 @@ class Controller:
         self.readiness.check_started()
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
-            self._meter.check_accepts(owner_of(session_id))
+            self._meter.admit_session(owner_of(session_id))
             admission.check_count(self.tenants.sessions, session_id, SESSIONS_PER_KEY, "sessions")
             admission.check_metadata(labels.user_metadata)
             admission.check_tags(labels.tags)
@@ -303,15 +306,11 @@ class Controller:
 
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         """Call a method of `CheckpointFolders` on a thread."""
-        if verb == "copy":
-            await self._check_copy(arguments[1])
-        return await self._disk.catalog(self.folders, verb, *arguments)
-
-    async def _check_copy(self, target: TinkerPath) -> None:
-        """Raise CapacityError or Unavailable for a new copy. A repeat is not checked."""
-        if not (await self._disk.read(self.folders.folder(target).exists)):
-            self._meter.check_accepts(owner_of(target.model_id))
-            await self._context.check_storage(target.model_id)
+        if verb != "copy":
+            return await self._disk.catalog(self.folders, verb, *arguments)
+        room = self._context.storage.room_for_copy
+        async with room(arguments[0], arguments[1], self._meter.check_accepts):
+            return await self._disk.catalog(self.folders, verb, *arguments)
 
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
         """Call a method of `SessionCatalog` on a thread."""

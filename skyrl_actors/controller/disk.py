@@ -5,12 +5,12 @@ disk may take seconds to answer.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
 from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.keyed_locks import KeyedLocks
 from skyrl_actors.messages.catalog import CatalogVerb
 from skyrl_actors.messages.errors import Unavailable
 
@@ -26,8 +26,7 @@ class Disk:
 
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(count, kind) for kind, count in THREADS.items()}
-        # By run: its lock, and the number of tasks that hold it or wait for it.
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+        self._locks = KeyedLocks()  # by run
         self._changes: set[asyncio.Task[Any]] = set()
 
     async def run(self, kind: Kind, work: Callable[..., T], *arguments: Any) -> T:
@@ -66,27 +65,13 @@ class Disk:
         return await asyncio.shield(task)
 
     async def _changed(self, run_id: str, kind: Kind, work: Callable[..., T], *arguments: Any) -> T:
-        async with self._locked(run_id):
+        async with self._locks.holding(run_id):
             return await self.run(kind, work, *arguments)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as retrieved, as the caller may have been cancelled
-
-    @asynccontextmanager
-    async def _locked(self, run_id: str) -> AsyncGenerator[None]:
-        lock, users = self._locks.get(run_id, (asyncio.Lock(), 0))
-        self._locks[run_id] = lock, users + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            users = self._locks[run_id][1] - 1
-            if users:
-                self._locks[run_id] = lock, users
-            else:
-                del self._locks[run_id]
 
     async def catalog(self, folders: CheckpointFolders, verb: CatalogVerb, *arguments: Any) -> Any:
         """Call a method of `folders` in the pool of its kind, under the run's lock if it writes."""

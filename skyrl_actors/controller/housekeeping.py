@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.journal.protocol import Journal
@@ -35,8 +36,22 @@ async def free_silent_sessions(
             await attempt(f"session {session_id} was not freed", finish(session_id))
 
 
+async def sweep_checkpoints(folders: CheckpointFolders, disk: Disk) -> int:
+    """Remove expired checkpoints, one after the other, and return their number."""
+    count = 0
+    for run_id, folder in await disk.run("listings", folders.removal.expired):
+        try:
+            count += await disk.change(
+                run_id, "whole checkpoints", folders.removal.remove_expired, folder
+            )
+        except OSError as error:
+            log.warning("%s has expired and cannot be removed: %s", folder, error)
+    return count
+
+
 async def sweep(
     folders: CheckpointFolders,
+    disk: Disk,
     sessions: SessionCatalog,
     journal: Journal,
     every_s: float,
@@ -45,7 +60,7 @@ async def sweep(
     """Remove expired checkpoints, session records and journal entries, in an endless loop."""
     while True:
         await asyncio.sleep(every_s)
-        await attempt("expired checkpoints were not removed", asyncio.to_thread(folders.sweep))
+        await attempt("expired checkpoints were not removed", sweep_checkpoints(folders, disk))
         await attempt(
             "records of old sessions were not removed",
             asyncio.to_thread(sessions.sweep, retention_s),

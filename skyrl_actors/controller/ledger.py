@@ -40,9 +40,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 class Meter(Protocol):
     """Admits requests, and counts what they used; `metering.Metering` implements it."""
 
-    def admit(self, owner: str, request: Request, num_open: int) -> None: ...
+    def admit(self, op: Op, request: Request, num_open: int) -> None: ...
 
-    def withdraw(self, owner: str, request: Request) -> None: ...
+    def withdraw(self, op: Op, request: Request) -> None: ...
 
     def used(self, op: Op, outcome: Outcome) -> Usage: ...
 
@@ -105,7 +105,7 @@ class Ledger:
         owner = owner_of(op.request_id)
         if bounded:
             self.queue.check_room(owner, op.num_bytes)
-            self.meter.admit(owner, request, self.queue.held(owner))
+            self.meter.admit(op, request, self.queue.held(owner))
         self.queue.reserve(op.request_id, stream, seq_id, digest, model_id, False, op.num_bytes)
         self.next_number += 1
         self.ops[op.request_id] = op
@@ -128,7 +128,7 @@ class Ledger:
             else:
                 self.queue.withdraw(op.request_id, stream, seq_id, model_id)
                 if bounded:
-                    self.meter.withdraw(owner, request)
+                    self.meter.withdraw(op, request)
                 del self.ops[op.request_id]
                 written.set_exception(refused)
                 written.exception()  # marks it as retrieved, as no repeat may be waiting

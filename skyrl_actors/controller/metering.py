@@ -26,24 +26,34 @@ class Metering:
         self._admin.mode.check_accepts()
         self._space.check(owner)
 
-    def admit(self, owner: str, request: Request, num_open: int) -> None:
+    def admit_session(self, owner: str) -> None:
+        """Count a new session for the rates. Raise CapacityError or Unavailable."""
+        self.check_accepts(owner)
+        self._admin.quotas.count(owner)
+
+    def admit(self, op: Op, request: Request, num_open: int) -> None:
         """Count a request. Raise CapacityError, QuotaUsed or Unavailable if it is not accepted now.
 
         What only frees a model is always accepted.
         """
         if not isinstance(request, Unload):
+            owner, tokens = owner_of(op.request_id), verb_of(request).input_tokens(request)
             self.check_accepts(owner)
-            self._admin.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
+            most = op.cost[1] if isinstance(request, Sample) else tokens
+            op.reserved = self._admin.quotas.admit(owner, tokens, num_open, most)
 
-    def withdraw(self, owner: str, request: Request) -> None:
+    def withdraw(self, op: Op, request: Request) -> None:
         """Give back what `admit` counted, because the request was not accepted after all."""
         if not isinstance(request, Unload):
+            owner = owner_of(op.request_id)
+            self._admin.quotas.release(owner, op.reserved)
             self._admin.quotas.withdraw(owner, verb_of(request).input_tokens(request))
 
     def answered(self, op: Op, outcome: Outcome, usage: Usage) -> None:
         """Count the usage of an answer that is in the journal."""
         if isinstance(outcome.result, Failure):
             self._admin.recent.note_failure(op, outcome.result)
+        self._admin.quotas.release(owner_of(op.request_id), op.reserved)
         self._admin.quotas.answered(usage)
 
     def used(self, op: Op, outcome: Outcome) -> Usage:

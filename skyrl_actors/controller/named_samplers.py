@@ -93,9 +93,9 @@ class NamedSamplers:
     async def _opened(
         self, sampler_id: str, session_id: str | None, base_model: str, path: str | None
     ) -> Sampler:
+        self._context.admin.mode.check_accepts()
         if session_id is not None:
             self._tenants.session(session_id)
-            self._context.admin.mode.check_accepts()
             self._context.check_samplers(sampler_id, opening=self._opening)
         self._opening.add(sampler_id)
         try:

@@ -43,6 +43,7 @@ class Op:
     streamed: int = 0  # tokens of a sample that its client has read before the answer
     # Sequences and maximum tokens of a sample. After a restart the request is not read, so (1, 1).
     cost: tuple[int, int] = (1, 1)
+    reserved: int = 0  # of its API key's tokens of the day, until it is answered
 
     @property
     def kind(self) -> str | None:

@@ -3,7 +3,9 @@
 Rates are token buckets. A bucket holds what a minute allows and fills evenly. A request is admitted
 while its buckets are not empty, and may bring them into debt: its sampled tokens are known only
 when it is answered. So the rate over a longer time is exact, and a large request is not refused for
-ever. After a restart the buckets are full. The tokens of the day are in the journal.
+ever. After a restart the buckets are full. The tokens of the day are in the journal. Those that
+open requests may still use are reserved, so that many at once do not exceed the day's limit: by one
+request at most, or by those that were open when this process started.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +45,7 @@ class Quotas:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self._day = -1
         self._today: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}  # tokens that open requests may use, by owner
 
     def begin(self, quotas: Iterable[OwnerQuota], today: Iterable[Usage]) -> None:
         """Take the quotas and today's usage that are in the journal."""
@@ -73,10 +76,11 @@ class Quotas:
         self._turn_day()
         return self._today.get(owner, 0)
 
-    def admit(self, owner: str, tokens: int, num_open: int) -> None:
+    def admit(self, owner: str, tokens: int, num_open: int, most_tokens: int = 0) -> int:
         """Count a request with `tokens` of input, or raise CapacityError or QuotaUsed.
 
-        `num_open`: requests of the owner that are accepted and not answered.
+        `num_open`: requests of the owner that are accepted and not answered. `most_tokens`: what
+        the request may use. Returns the tokens that are reserved until `release`.
         """
         quota, now = self.of(owner), self._wall()
         if quota.open_requests is not None and num_open >= quota.open_requests:
@@ -91,7 +95,24 @@ class Quotas:
                 f"{quota.tokens_per_day} (tokens_per_day); the next day begins in "
                 f"{left_s / 3600:.1f} h, at 00:00 UTC"
             )
-        rates = self._rates(owner, quota, now)
+        reserved = self._reserved.get(owner, 0)
+        if quota.tokens_per_day is not None:
+            left = quota.tokens_per_day - self.today(owner)
+            if reserved >= left:
+                raise CapacityError(
+                    f"open requests of this API key may use {reserved} tokens, and {left} are left "
+                    "of today (tokens_per_day); try again when some were answered"
+                )
+        self.count(owner, tokens)
+        if quota.tokens_per_day is None:
+            return 0
+        self._reserved[owner] = reserved + most_tokens
+        return most_tokens
+
+    def count(self, owner: str, tokens: int = 0) -> None:
+        """Count a request for the rates alone, or raise CapacityError."""
+        now = self._wall()
+        rates = self._rates(owner, self.of(owner), now)
         for name, bucket in rates.items():
             if wait_s := bucket.wait_s(now):
                 raise CapacityError(
@@ -106,6 +127,13 @@ class Quotas:
         for name, amount in (("requests_per_minute", 1), ("tokens_per_minute", tokens)):
             if (bucket := self._buckets.get((owner, name))) is not None:
                 bucket.take(-amount)
+
+    def release(self, owner: str, reserved: int) -> None:
+        """End a reservation, because the request is answered or was not accepted."""
+        if left := self._reserved.get(owner, 0) - reserved:
+            self._reserved[owner] = left
+        else:
+            self._reserved.pop(owner, None)
 
     def answered(self, usage: Usage) -> None:
         """Count what an answered request used. Its input is in the buckets already."""

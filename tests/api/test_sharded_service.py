@@ -493,7 +493,8 @@ async def test_a_shard_cleans_up_only_what_is_its_own(tmp_path: Path):
             paths.append(saved["path"])
     for number, own in enumerate(shard_configs(config), 1):
         later = folders_of(own, lambda: time.time() + 2000)
-        assert later.sweep() == 1, number
+        ((_, expired),) = later.removal.expired()
+        assert later.removal.remove_expired(expired) == 1, number
         assert not later.folder(parse_path(paths[number - 1])).exists()
         assert later.folder(parse_path(paths[-1])).exists() == (number == 1)
 
@@ -515,4 +516,4 @@ async def test_the_first_shard_cleans_up_after_shards_that_are_gone(tmp_path: Pa
         body = {"model_id": model_id, "seq_id": 1, "path": "a", "ttl_seconds": 1000}
         await resolved(made.http, "/save_weights", **body)
     alone = config.model_copy(update={"shards": ShardsConfig()})
-    assert folders_of(alone, lambda: time.time() + 2000).sweep() == 1
+    assert len(folders_of(alone, lambda: time.time() + 2000).removal.expired()) == 1

@@ -55,6 +55,10 @@ def saved(
     return path
 
 
+def swept(folders: CheckpointFolders) -> int:
+    return sum(folders.removal.remove_expired(folder) for _, folder in folders.removal.expired())
+
+
 def test_a_run_lists_its_model_and_its_checkpoints(folders: CheckpointFolders, clock: Clock):
     saved(folders, "a", note="first")
     saved(folders, "b", "sampler_weights")
@@ -93,9 +97,7 @@ def test_an_expired_checkpoint_is_gone_for_all_readers(folders: CheckpointFolder
     assert [c.name for c in folders.checkpoints()] == ["long"]
     assert folders.new(path, False, "r") == folders.folder(path)  # the name is free
     assert (
-        folders.sweep() == 1
-        and not folders.folder(path).exists()
-        and folders.folder(other).exists()
+        swept(folders) == 1 and not folders.folder(path).exists() and folders.folder(other).exists()
     )
 
 
@@ -122,7 +124,7 @@ def test_an_interrupted_deletion_is_completed_by_the_sweep(folders: CheckpointFo
     half.mkdir()
     (half / SPEC_FILE).write_text("{}")
     assert [c.name for c in folders.checkpoints()] == ["a"]
-    assert folders.sweep() == 0 and not half.exists() and folders.existing(path)
+    assert swept(folders) == 0 and not half.exists() and folders.existing(path)
 
 
 def test_a_version_survives_a_copy_to_another_machine_but_not_another_save(
@@ -179,7 +181,7 @@ def test_a_damaged_file_hides_only_itself(folders: CheckpointFolders, clock: Clo
     with pytest.raises(Corrupt, match=r"is damaged: its model_spec.json"):
         folders.spec(TinkerPath("s:train:0", "weights", "empty"))
     clock.now += 61
-    assert folders.sweep() == 1 and not folders.folder(brief).exists() and folders.existing(kept)
+    assert swept(folders) == 1 and not folders.folder(brief).exists() and folders.existing(kept)
     folders.note_run(
         replace(SPEC, model_id="s:train:1"), "s", {}
     )  # its model is live, so the lost values are known

@@ -236,7 +236,7 @@ async def test_a_repeated_copy_waits_for_the_first_even_if_its_caller_was_cancel
     assert copied == ["model.bin"] and not any(repeat.done() for repeat in repeats)
     go.set()
     await asyncio.gather(*repeats)
-    assert copied == ["model.bin"] and not controller._disk._locks
+    assert copied == ["model.bin"] and not controller._disk._locks._locks
 
 
 async def test_concurrent_changes_of_a_checkpoint_are_all_kept(tmp_path: Path):

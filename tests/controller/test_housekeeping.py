@@ -12,6 +12,7 @@ from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConf
 from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.tenants import TenantSession, TenantTable
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Accepted, Answered
@@ -33,6 +34,12 @@ class Job:
         self.calls += 1
         raise KeyError("a damaged file")
 
+    @property
+    def removal(self) -> "Job":
+        return self
+
+    expired = sweep
+
 
 class Records(Job):
     async def sweep(self) -> int:  # type: ignore[override]
@@ -41,7 +48,7 @@ class Records(Job):
 
 async def test_a_failed_sweep_ends_neither_its_loop_nor_the_other_sweeps():
     folders, sessions, journal = Job(), Job(), Records()
-    sweeping = housekeeping.sweep(folders, sessions, journal, 0.001, 1.0)  # type: ignore[arg-type]
+    sweeping = housekeeping.sweep(folders, Disk(), sessions, journal, 0.001, 1.0)  # type: ignore[arg-type]
     loop = asyncio.create_task(sweeping)
     async with asyncio.timeout(10):
         while min(folders.calls, sessions.calls, journal.calls) < 3:  # noqa: ASYNC110
@@ -152,12 +159,12 @@ async def test_setting_the_wall_clock_does_not_change_lifetimes_and_retention(tm
         await journal.sweep()
         found = await journal.find("r1")
         assert found is not None and await journal.result(found) == Loaded("m", "p")
-        assert folders.sweep() == 0 and folder.exists()
+        assert await housekeeping.sweep_checkpoints(folders, Disk()) == 0 and folder.exists()
     elapsed[0] += 3601
     await journal.sweep()
     found = await journal.find("r1")
     assert found is None or found.result is None
-    assert folders.sweep() == 1
+    assert await housekeeping.sweep_checkpoints(folders, Disk()) == 1
     await journal.close()
 
 

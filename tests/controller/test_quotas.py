@@ -1,6 +1,7 @@
 """Quotas of API keys: rates, the day, open requests, weights, and what a restart keeps."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,71 @@ def test_tokens_of_the_day_end_at_midnight():
     clock.now += DAY_S / 2
     made.admit(ANN, 0, 0)
     assert made.today(ANN) == 0
+
+
+def test_open_requests_reserve_what_they_may_use_of_the_day():
+    made = quotas(Clock(), tokens_per_day=100)
+    assert made.admit(ANN, 10, 0, 60) == 60
+    assert made.admit(ANN, 10, 1, 60) == 60  # may exceed the limit by itself
+    with pytest.raises(CapacityError, match=r"may use 120 tokens, and 100 are left .*per_day"):
+        made.admit(ANN, 0, 2)
+    made.release(ANN, 60)
+    made.answered(used(prompt_tokens=10, sampled_tokens=20))
+    made.admit(BOB, 1000, 0, 1000)
+    assert made.admit(ANN, 1, 1, 1) == 1
+    made.release(ANN, 61)
+    made.answered(used(sampled_tokens=70))
+    with pytest.raises(QuotaUsed, match="used 100 tokens"):
+        made.admit(ANN, 0, 0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 400)), max_size=80))
+def test_the_day_is_exceeded_by_one_request_at_most(events: list[tuple[bool, int]]):
+    made, open_requests = quotas(Clock(), tokens_per_day=1000), list[int]()
+    for comes, tokens in events:
+        if comes or not open_requests:
+            with suppress(CapacityError, QuotaUsed):
+                open_requests.append(made.admit(ANN, 0, len(open_requests), tokens))
+        else:
+            reserved = open_requests.pop()
+            made.release(ANN, reserved)
+            made.answered(used(sampled_tokens=reserved))
+    assert made.today(ANN) + sum(open_requests) < 1000 + 400
+    for reserved in open_requests:
+        made.release(ANN, reserved)
+    assert not made._reserved
+
+
+async def test_many_samples_at_once_do_not_exceed_the_day(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    await controller.admin.usage.set_quota("ann", Quota(tokens_per_day=100), "eve")
+    session = await session_of(controller, ANN)
+    sampler = f"{session}:sample:0"
+    await controller.open_sampler(sampler, session, "tiny", None)
+    params = rq.SamplingParams(max_tokens=30)
+    accepted = list[str]()
+    for number in range(20):
+        sample = rq.Sample(sampler_id=sampler, prompt=(1,) * 20, params=params, seq_id=number)
+        with suppress(CapacityError):
+            accepted.append(await controller.submit(sample, f"r{number}0k{ANN}"))
+    assert len(accepted) == 2
+    for request_id in accepted:
+        assert await controller.answers.whole(request_id, 5) is not None
+    assert not controller.admin.quotas._reserved
+    await controller.close()
+
+
+async def test_new_sessions_count_for_the_rate(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    await controller.admin.usage.set_quota("ann", Quota(requests_per_minute=2), "eve")
+    first = await session_of(controller, ANN)
+    await controller.create_session(f"sother0k{ANN}")
+    with pytest.raises(CapacityError, match="2 requests per minute"):
+        await controller.create_session(f"sthird0k{ANN}")
+    assert await controller.create_session(first) == first  # a repeat
+    await controller.close()
 
 
 def test_a_clock_that_goes_back_gives_no_tokens():

@@ -19,10 +19,11 @@ from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.router_replay import RouterReplay
+from skyrl_actors.controller.storage_quota import StorageQuota
 from skyrl_actors.controller.tenants import Model, TenantTable
 from skyrl_actors.journal.entries import Effect, Operation
 from skyrl_actors.journal.protocol import Journal
-from skyrl_actors.messages.errors import CapacityError, Corrupt, InvalidRequest
+from skyrl_actors.messages.errors import Corrupt, InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.precondition import OpPrecondition
@@ -56,6 +57,7 @@ class VerbContext:
     past: Past
     routes: RouterReplay
     admin: Administration
+    storage: StorageQuota
 
     def ready_model(self, model_id: str) -> Model:
         """Return a live model whose creation succeeded. Raises NotFound or InvalidRequest."""
@@ -78,19 +80,6 @@ class VerbContext:
         known = {one.owner or one.sampler_id for one in self.tenants.samplers.values()}
         if model_id not in known:
             check_count({*known, *opening}, sampler_id, most, "samplers")
-
-    async def check_storage(self, model_id: str) -> None:
-        """Raise CapacityError when checkpoints of the model's API key have all their bytes."""
-        owner = owner_of(model_id)
-        most = self.admin.quotas.of(owner).checkpoint_bytes
-        if most is None:
-            return
-        used = await self.disk.read(self.folders.num_bytes, owner)
-        if used >= most:
-            raise CapacityError(
-                f"the checkpoints of this API key have {used} bytes and may have {most} "
-                "(checkpoint_bytes); delete some first, or save with ttl_seconds"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
