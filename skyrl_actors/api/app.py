@@ -224,7 +224,7 @@ class Guard:
             return Caller()
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         grant = await grant_of_credential(state, given)
-        return None if grant is None else Caller(grant.owner, grant.role)
+        return None if grant is None else Caller(grant)
 
 
 def is_of_another_site(method: str, headers: dict[str, str], public_url: str | None) -> bool:

@@ -37,7 +37,7 @@ BULK_BYTES = 64 * 2**10
 
 
 def find_controller(name: str) -> tuple[ActorHandle[Any], ...]:
-    """Return the processes of a service's controller. Raises ValueError when there is none."""
+    """Return the processes of a controller. Raises ValueError when there is none."""
     first, second = actor_names(name)
     found = typed_ray.get_actor(first, namespace=NAMESPACE)
     standby = named_actor(second)
@@ -57,14 +57,16 @@ class ControllerClient:
 
     Every call is idempotent. A call that fails because the controller died is repeated for
     `patience_s`, while Ray restarts it or another of its processes takes over. Then the client
-    raises Unavailable, which SDKs retry.
+    raises Unavailable, which SDKs retry. `name`: under which new processes are found, if an upgrade
+    has replaced all.
     """
 
-    def __init__(self, *processes: ActorHandle[Any], patience_s: float = PATIENCE_S):
+    def __init__(
+        self, *processes: ActorHandle[Any], name: str = "", patience_s: float = PATIENCE_S
+    ):
         self.patience_s = patience_s
         self._processes = processes
-        # A single process answers once Ray has started it again.
-        self._answer_s = ANSWER_S if len(processes) > 1 else None
+        self._name = name
         self._following: asyncio.Task[None] | None = None
         self._connection = RpcClient(self._address, ControllerCalls)
         # A separate connection, so that small calls do not wait behind large ones.
@@ -82,7 +84,9 @@ class ControllerClient:
         ]
         error = ActorDied("no process of the controller answers")
         try:
-            for answer in asyncio.as_completed(asked, timeout=self._answer_s):
+            # A single process answers once Ray has started it again.
+            timeout_s = ANSWER_S if len(asked) > 1 else None
+            for answer in asyncio.as_completed(asked, timeout=timeout_s):
                 try:
                     address: Address | None = await answer
                 except ActorDied as died:
@@ -93,9 +97,16 @@ class ControllerClient:
         except TimeoutError:
             raise error from None
         else:
+            await self._find()
             raise error
         finally:
             await ended(*asked)
+
+    async def _find(self) -> None:
+        """Take the processes that now have the controller's name, for the next call."""
+        if self._name:
+            found = await asyncio.to_thread(lambda: [*map(named_actor, actor_names(self._name))])
+            self._processes = tuple(one for one in found if one is not None)
 
     def _follow_active(self) -> None:
         """Leave a process that another one replaced, even if its connection lives on."""

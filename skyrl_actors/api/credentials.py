@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from skyrl_actors.config.keys import digest_of, known_keys, owner_of_name
 from skyrl_actors.messages.errors import Unavailable
-from skyrl_actors.messages.keys import KeyTable, Role, StoredKey
+from skyrl_actors.messages.keys import KeyTable, Role, StoredKey, id_of
 
 log = logging.getLogger(__name__)
 FRESH_S = 1.0
@@ -25,10 +25,11 @@ TIMEOUT_S = 2.0  # for a newer table, while there is an older one
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a key gives: the objects of an owner, and a role."""
+    """What a key gives: the objects of an owner, and a role. `key_id` names the key."""
 
     owner: str
     role: Role = "tenant"
+    key_id: str = ""
 
 
 class Credentials:
@@ -40,7 +41,9 @@ class Credentials:
         fetch: Callable[[str], Awaitable[KeyTable | None]],
         wall: Callable[[], float] = time.time,
     ):
-        self._configured = {key.digest: Grant(key.owner) for key in known_keys(configured)}
+        self._configured = {
+            key.digest: Grant(key.owner, key_id=id_of(key.digest)) for key in known_keys(configured)
+        }
         self._fetch = fetch
         self._wall = wall
         self._table: KeyTable | None = None
@@ -119,11 +122,10 @@ class Credentials:
         return self._grant_of(digest)
 
     async def is_granted(self, grant: Grant) -> bool:
-        """Return whether a valid key of this owner and role exists, as for a token of it."""
+        """Return whether the key that a token was made for is still valid and gives the same."""
         await self.refresh()
-        found = [self._grant_of(digest) for digest in self._of_owner.get(grant.owner, ())]
-        return any(own is not None and own.role == grant.role for own in found)
+        return any(self._grant_of(d) == grant for d in self._of_owner.get(grant.owner, ()))
 
 
 def _grant(key: StoredKey) -> Grant:
-    return Grant(owner_of_name(key.name, key.digest), key.role)
+    return Grant(owner_of_name(key.name, key.digest), key.role, key.key_id)

@@ -121,9 +121,11 @@ async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str,
 
 async def _set_public(path: TinkerPath, public: bool, request: Request) -> dict[str, Any]:
     client, owner = state_of(request).client, caller_of(request).owner or ""
-    # First the record: nothing is published without one.
-    await client.calls.note_access("publish" if public else "unpublish", owner, str(path))
-    await client.catalog.set_public(path, public)
+    await client.calls.checkpoint_spec(path)  # raises NotFound, and nothing is recorded
+    if await client.catalog.is_public(path) != public:
+        # First the record: nothing is published without one.
+        await client.calls.note_access("publish" if public else "unpublish", owner, str(path))
+        await client.catalog.set_public(path, public)
     return {}
 
 

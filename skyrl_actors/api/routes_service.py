@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -47,12 +48,12 @@ async def dynamic_config(request: Request) -> dict[str, Any]:
 async def auth_token(request: Request) -> dict[str, Any]:
     """Exchange an API key, or a token that has not expired, for a token that expires later."""
     caller = caller_of(request)
-    if caller.owner is None or not state_of(request).config.http.sdk["pjwt_auth_enabled"]:
+    if caller.grant is None or not state_of(request).config.http.sdk["pjwt_auth_enabled"]:
         raise NotFound(
             "this service issues no tokens (http.sdk.pjwt_auth_enabled is off, or it has no keys)"
         )
     root = state_of(request).folders.root
-    return {"jwt": await asyncio.to_thread(token_for, root, caller.owner, caller.role)}
+    return {"jwt": await asyncio.to_thread(token_for, root, caller.grant)}
 
 
 @router.get("/healthz")
@@ -96,24 +97,30 @@ async def capabilities(request: Request) -> dict[str, Any]:
 
 @router.post("/create_session")
 async def create_session(body: wire.CreateSession, request: Request) -> dict[str, Any]:
-    """Open a session. Its models and samplers are freed when it ends or its heartbeat stops."""
+    """Open a session. Its models and samplers are freed when it ends or its heartbeat stops.
+
+    A read-only key gets an id only: it owns nothing, and must not take the place of a session.
+    """
+    if (caller := caller_of(request)).role == "read_only":
+        return {"type": "create_session", "session_id": f"s{uuid4().hex[:16]}{caller.mark}"}
     labels = SessionLabels(
         user_metadata={key: str(value) for key, value in body.user_metadata.items()},
         display_name=body.display_name,
         tags=body.tags,
         project_id=body.project_id,
     )
-    session_id = await state_of(request).client.create_session(labels, caller_of(request).mark)
+    session_id = await state_of(request).client.create_session(labels, caller.mark)
     return {"type": "create_session", "session_id": session_id}
 
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(body: wire.SessionRef, request: Request) -> JSONResponse:
     """Keep a session open. 410: the session has ended."""
+    caller = caller_of(request)
     try:
-        await state_of(request).client.calls.heartbeat(
-            caller_of(request).own(body.session_id, "session")
-        )
+        session_id = caller.own(body.session_id, "session")
+        if caller.role != "read_only":  # which keeps no session alive
+            await state_of(request).client.calls.heartbeat(session_id)
     except NotFound:
         return JSONResponse({"detail": f"session {body.session_id} has ended"}, 410)
     return JSONResponse({"type": "session_heartbeat"})

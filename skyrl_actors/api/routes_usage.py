@@ -17,15 +17,14 @@ from skyrl_actors.api.routes_catalog import iso
 from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, SessionEntry
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.keys import AuditEntry
+from skyrl_actors.messages.keys import ACCESSES, AuditEntry
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.usage import HOUR_S, Usage
 
 router = APIRouter()
 LONGEST = timedelta(days=14)
-MOST_ACTS = 10_000  # of a day
+MOST_ACTS = 10_000  # of a day: acts of operators, and as many accesses to checkpoints
 LAST_YEAR = 9000
-OF_CHECKPOINTS = ("publish", "unpublish", "read")
 RESOURCES = {
     "add": "api_key",
     "revoke": "api_key",
@@ -36,7 +35,7 @@ RESOURCES = {
     "pause": "service",
     "drain": "service",
     "resume": "service",
-    **dict.fromkeys(OF_CHECKPOINTS, "checkpoint"),
+    **dict.fromkeys(ACCESSES, "checkpoint"),
 }
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
@@ -152,14 +151,14 @@ async def audit(
     acts = await state_of(request).client.calls.audit(MOST_ACTS, begin.timestamp(), end.timestamp())
     shown = {
         "all": acts,
-        "checkpoints": [entry for entry in acts if entry.act in OF_CHECKPOINTS],
-        "organizations": [entry for entry in acts if entry.act not in OF_CHECKPOINTS],
+        "checkpoints": [entry for entry in acts if entry.act in ACCESSES],
+        "organizations": [entry for entry in acts if entry.act not in ACCESSES],
     }
     return {"entries": [_act(entry) for entry in shown.get(event_type, [])]}
 
 
 def _act(entry: AuditEntry) -> dict[str, Any]:
-    is_checkpoint = entry.act in OF_CHECKPOINTS
+    is_checkpoint = entry.act in ACCESSES
     return {
         "timestamp": iso(entry.at),
         "event": f"{RESOURCES[entry.act]}_{entry.act}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_actors.api.shard_status import joined
 from skyrl_actors.messages.catalog import SessionEntry
-from skyrl_actors.messages.keys import Act, AuditEntry
+from skyrl_actors.messages.keys import ACCESSES, Act, AuditEntry
 from skyrl_actors.messages.operating import FailedRequest, HistoryPoint, OpenRequest
 from skyrl_actors.messages.paths import shard_of
 from skyrl_actors.observe.spans import Span
@@ -69,14 +69,16 @@ def newest_failures(
 
 
 def newest_acts(found: Mapping[int, list[AuditEntry]], arguments: Arguments) -> list[AuditEntry]:
-    """Return the newest acts, oldest first. An act on all shards is one entry."""
+    """Return the newest acts of both kinds, oldest first. An act on all shards is one entry."""
     acts: list[AuditEntry] = []
     for act in sorted(concatenated(found, arguments), key=lambda one: one.at):
         before = [one for one in acts[-len(found) :] if act.at - one.at < SAME_ACT_S]
         of_all = act.act in OF_ALL and (act.act, act.actor) in ((b.act, b.actor) for b in before)
         if not of_all:
             acts.append(act)
-    return acts[-arguments[0] :]
+    accesses = [one for one in acts if one.act in ACCESSES][-arguments[0] :]
+    others = [one for one in acts if one.act not in ACCESSES][-arguments[0] :]
+    return sorted((*accesses, *others), key=lambda one: one.at)
 
 
 def history(found: Mapping[int, list[HistoryPoint]], _: Arguments) -> list[HistoryPoint]:

@@ -12,15 +12,18 @@ import jwt
 from skyrl_actors.api.archives import secret_of
 from skyrl_actors.api.credentials import Grant
 from skyrl_actors.api.state import ApiState
-from skyrl_actors.messages.keys import Role
 
 VALID_S = 1800
 SECRET_FILE = ".token_secret"
 ALGORITHM = "HS256"
+CLAIMS = ["sub", "role", "key", "exp"]
 
 
 async def grant_of_credential(state: ApiState, credential: str) -> Grant | None:
-    """Return the grant of an API key or token; None if it is unknown, expired or revoked."""
+    """Return the grant of an API key or token; None if it is unknown, expired or revoked.
+
+    A token is accepted as long as the key that it was made for, also over renewals.
+    """
     if credential.count(".") == 2 and credential.startswith("eyJ"):
         grant = _grant_in(state.folders.root, credential)
         if grant is None or not await state.credentials.is_granted(grant):
@@ -29,12 +32,14 @@ async def grant_of_credential(state: ApiState, credential: str) -> Grant | None:
     return await state.credentials.grant(credential)
 
 
-def token_for(root: Path, owner: str, role: Role = "tenant") -> str:
-    """Create a token of VALID_S seconds for an owner."""
+def token_for(root: Path, grant: Grant) -> str:
+    """Create a token of VALID_S seconds for a key."""
     now = int(time.time())
+    owner = grant.owner
     claims = {
         "sub": owner,
-        "role": role,
+        "role": grant.role,
+        "key": grant.key_id,
         "org_id": "local",
         "email": f"{owner}@localhost",
         "iat": now,
@@ -51,7 +56,7 @@ def _secret(root: Path) -> bytes:
 
 def _grant_in(root: Path, token: str) -> Grant | None:
     try:
-        claims = jwt.decode(token, _secret(root), [ALGORITHM], {"require": ["sub", "exp"]})
+        claims = jwt.decode(token, _secret(root), [ALGORITHM], {"require": CLAIMS})
     except jwt.InvalidTokenError:
         return None
-    return Grant(claims["sub"], claims.get("role", "tenant"))
+    return Grant(claims["sub"], claims["role"], claims["key"])

@@ -79,7 +79,7 @@ def key_audit(
     as_json: AsJson = False,
     name: Name = "skyrl-actors",
 ) -> None:
-    """List the acts of operators, and who published or read published checkpoints."""
+    """List the newest acts of operators, and as many accesses to published checkpoints."""
     from skyrl_actors.commands.keys import audit
 
     audit(last, as_json, name)

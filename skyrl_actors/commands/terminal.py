@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from skyrl_actors.jobs.metrics import REGISTRY
 from skyrl_actors.jobs.recorder import Recorder, ShownSample
@@ -67,8 +68,13 @@ def show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row.values()))
+        table.add_row(*("" if cell is None else plain(cell) for cell in row.values()))
     console.print(table)
+
+
+def plain(cell: object) -> Text:
+    """Return a cell as it is, because clients choose some: no markup and no control characters."""
+    return Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in str(cell)))
 
 
 @contextmanager

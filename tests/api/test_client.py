@@ -120,3 +120,21 @@ class Answers:
         if self.name == "old":
             await asyncio.Event().wait()
         return self.name
+
+
+async def test_processes_that_replaced_all_others_are_found_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    named = {"svc:controller": Process(THERE)}
+    monkeypatch.setattr(client, "actor_names", lambda name: (f"{name}:controller", f"{name}:other"))
+    monkeypatch.setattr(client, "named_actor", named.get)
+    for processes in ((), (Process(ActorDied("killed")),)):
+        found = ControllerClient(*processes, name="svc")
+        with pytest.raises(ActorDied):
+            await found._address()
+        assert await found._address() == THERE
+    missing = ControllerClient(name="svc")
+    named.clear()
+    for _ in range(2):
+        with pytest.raises(ActorDied, match="no process of the controller answers"):
+            await missing._address()

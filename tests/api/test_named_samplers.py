@@ -225,3 +225,13 @@ async def test_samplers_are_freed_after_a_file_could_not_be_read_once(
         await posted(http, "/session_heartbeat", session_id=saved.session)
         await until(lambda: backend.dropped == backend.answered)
         assert not failures
+
+
+async def test_a_drained_service_opens_no_sampler_for_a_single_request(http: httpx.AsyncClient):
+    saved = await Saved(http).make()
+    calls = http._transport.app.state.api.client.calls  # type: ignore[attr-defined]
+    await calls.set_mode("draining", "eve")
+    refused = await http.post("/asample", json={"model_path": saved.path, **ASKED})
+    assert refused.status_code == 503, refused.text
+    opened = (await calls.status())["samplers"]
+    assert opened == 0

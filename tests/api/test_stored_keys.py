@@ -152,7 +152,7 @@ class Controller:
 async def test_the_last_table_holds_while_the_controller_is_away():
     controller = Controller(stored(ANN, "ann"))
     found = Credentials([hashed(f"bob={BOB}")], controller.fetch)
-    ann = Grant(owner_of_name("ann", ""))
+    ann = Grant(owner_of_name("ann", ""), key_id=stored(ANN, "ann").key_id)
     assert await found.grant(ANN) == ann
     controller.down = True
     await asyncio.sleep(0.06)
@@ -175,3 +175,39 @@ async def test_requests_share_one_question_and_an_idle_service_asks_nothing():
     assert controller.asked == 1
     await asyncio.sleep(0.2)
     assert controller.asked == 1
+
+
+async def test_a_token_ends_with_its_key_though_its_owner_has_another(tmp_path: Path):
+    config = config_for(
+        tmp_path, http=HttpConfig(api_keys=(f"bob={BOB}",), sdk={"pjwt_auth_enabled": True})
+    )
+    async with edge(config) as anyone:
+        calls = keys_of(anyone)
+        await calls.add_key(stored(ANN, "ann"), "eve")
+        token = (await posted(holder(anyone, ANN), "/auth/token"))["jwt"]
+        token = (await posted(holder(anyone, token), "/auth/token"))["jwt"]  # renewed
+        await calls.add_key(stored("tml-new-1234", "ann"), "eve")
+        assert await status(holder(anyone, token)) == 200
+        await calls.revoke_key(stored(ANN, "ann").key_id, "eve", 2.0)
+        await asyncio.sleep(0.06)
+        bearer = holder(anyone, token)
+        assert await status(bearer) == 401 and (await bearer.post("/auth/token")).status_code == 401
+        assert await status(holder(anyone, "tml-new-1234")) == 200
+
+
+async def test_a_read_only_key_takes_no_session_and_keeps_none_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.controller.controller.SESSIONS_PER_KEY", 1)
+    async with edge(config_for(tmp_path, http=HttpConfig(api_keys=(f"ann={ANN}",)))) as anyone:
+        ann, reader = holder(anyone, ANN), holder(anyone, READER)
+        await keys_of(anyone).add_key(stored(READER, "ann", "read_only"), "eve")
+        for _ in range(3):
+            own = (await posted(reader, "/create_session"))["session_id"]
+            await posted(reader, "/session_heartbeat", session_id=own)
+        session = (await posted(ann, "/create_session"))["session_id"]
+        assert (await ann.get("/sessions")).json()["sessions"] == [session]
+        await posted(ann, f"/sessions/{session}/finish")
+        await posted(reader, "/session_heartbeat", session_id=session)
+        gone = await ann.post("/session_heartbeat", json={"session_id": session})
+        assert gone.status_code == 410

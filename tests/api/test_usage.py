@@ -194,6 +194,40 @@ async def test_a_copy_over_the_limit_is_refused_and_a_repeat_of_a_copy_is_not(
     assert other.status_code == 429 and "checkpoint_bytes" in other.text
 
 
+async def test_copies_at_once_do_not_exceed_the_limit(anyone: httpx.AsyncClient):
+    ann = holder(anyone, ANN)
+    session, model_id = await trained(ann)
+    body = {"source_path": f"tinker://{model_id}/weights/one", "session_id": session}
+    (entry,) = (await ann.get("/checkpoints")).json()["checkpoints"]
+    most = 3 * entry["size_bytes"] + 1
+    await keys_of(anyone).set_quota("ann", Quota(checkpoint_bytes=most), "eve")
+    copies = (
+        ann.post("/copy_weights", json={**body, "model_seq_id": 10 + number}) for number in range(9)
+    )
+    answers = [answer.status_code for answer in await asyncio.gather(*copies)]
+    assert sorted(answers) == [200] * 2 + [429] * 7
+    assert len((await ann.get("/checkpoints")).json()["checkpoints"]) == 3
+
+
+async def test_a_tenant_cannot_hide_acts_of_operators(
+    anyone: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.api.routes_usage.MOST_ACTS", 3)
+    ann, root = holder(anyone, ANN), holder(anyone, ROOT)
+    _, model_id = await trained(ann)
+    place = f"/training_runs/{model_id}/checkpoints/weights"
+    for _ in range(3):
+        assert (await ann.post(f"{place}/nothing/publish")).status_code == 404
+        assert (await ann.post(f"{place}/one/publish")).status_code == 200
+        assert (await ann.post(f"{place}/one/publish")).status_code == 200
+        assert (await ann.delete(f"{place}/one/publish")).status_code == 200
+    entries = (await root.get("/audit")).json()["entries"]
+    events = [entry["event"] for entry in entries]
+    assert events == ["api_key_add"] + [
+        "checkpoint_" + act for act in ("unpublish", "publish", "unpublish")
+    ]
+
+
 async def test_a_day_beyond_all_calendars_is_refused(anyone: httpx.AsyncClient):
     answer = await holder(anyone, ROOT).get("/audit", params={"day": "9999-12-31"})
     assert answer.status_code == 422
