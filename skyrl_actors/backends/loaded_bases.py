@@ -217,10 +217,11 @@ class LoadedBases:
             await self._close(name)
 
     async def _close(self, name: str) -> None:
-        try:
-            await self.backends.pop(name).close()
-        except InternalError as error:  # the next load, or `stop`, ends what is left
-            self._report(f"base model {name} did not end cleanly: {error}")
+        closing = self.backends[name].close()
+        (error,) = await asyncio.gather(closing, return_exceptions=True)
+        if error is not None:  # the next load, or `stop`, ends what is left
+            self._report(f"base model {name} did not end cleanly: {error!r}")
+        del self.backends[name]
 
     async def _stop_moving(self) -> None:
         if self._lock is not None:

@@ -245,8 +245,10 @@ class Residency:
             return at
         for each in leave:
             each.is_leaving = True
-        free = [each for each in leave if not each.users]
-        return Step("park", free[0].name) if free else None
+        free = sorted((each for each in leave if not each.users), key=lambda b: b.rests_until)
+        if not free:
+            return None
+        return Step("park", free[0].name) if free[0].rests_until <= now else free[0].rests_until
 
     def _in_order_of_leaving(self) -> list[BaseState]:
         here = [each for each in self.bases.values() if each.place is Place.DEVICE]

@@ -9,21 +9,24 @@ import asyncio
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from skyrl_actors import remote
-from skyrl_actors.api.client import find_controller
 from skyrl_actors.commands import cluster, serve
 from skyrl_actors.commands.controllers import share_settings
+from skyrl_actors.commands.one_service import refuse_shard
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
-from skyrl_actors.config.shard_configs import shard_configs
+from skyrl_actors.config.shard_configs import shard_configs, shard_number
 from skyrl_actors.controller.standby import actor_names
 from skyrl_actors.journal.journal import reading
-from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.remote import typed_ray
 
 STATE = (
@@ -42,24 +45,53 @@ STATE = (
 def run(config_path: Path, overrides: Sequence[str]) -> None:
     """Upgrade a running service. Raises ConfigError before anything is changed."""
     config = serve.with_absolute_paths(load(config_path, overrides))
-    serve.join(config.name)
-    _check_same_state(config)
-    for shard in shard_configs(config):
+    shards = shard_configs(config)
+    running = _running(config.name, shards)
+    if running is None:
+        note("no controller runs, as after an interrupted upgrade; its settings are not compared")
+    else:
+        _check_same_state(config, running)
+    for shard in shards:
         with reading(shard.journal):  # raises if a newer version wrote it
             pass
     base_folders = cluster.prepare_base_models(config)
     note("ending the old controller; clients wait")
-    asyncio.run(_replaced(config, base_folders))
-    serve.start_ingress(config)
+    faults = asyncio.run(_replaced(shards, base_folders))
+    serve.start_ingress(config)  # also for a part of the shards, which serve their sessions
+    if faults:
+        raise InternalError(
+            f"{'; '.join(faults)}. "
+            + ("The other shards run this version. " if len(faults) < len(shards) else "")
+            + "The journals keep everything: remove the cause and run `upgrade` again"
+        )
+    asyncio.run(share_settings(config))
     serve.wait_until_healthy(config)
     console.print(f"{config.name} runs this version at {serve.url(config)}")
 
 
-def _check_same_state(config: ClusterConfig) -> None:
+def _running(name: str, shards: Sequence[ClusterConfig]) -> ActorHandle[Any] | None:
+    """Return a controller of the service, or None if only its other parts run.
+
+    Raises ConfigError if nothing of it runs here.
+    """
+    refuse_shard(name)
+    try:
+        if not ray.is_initialized():
+            cluster.join_ray()
+    except ConnectionError:
+        serve.join(name)  # raises, and names the services that run here
+    found = [remote.named(actor_names(own.name)[0]) for own in shards]
+    running = next((one for one in found if one is not None), None)
+    if running is None and not remote.names_with(f"{name}:"):
+        serve.join(name)
+    return running
+
+
+def _check_same_state(config: ClusterConfig, controller: ActorHandle[Any]) -> None:
     """Raise ConfigError if the running service has its state elsewhere."""
     try:
         running: ClusterConfig = typed_ray.get(
-            find_controller(config.name)[0].settings.remote(), timeout=serve.SETTINGS_S
+            controller.settings.remote(), timeout=serve.SETTINGS_S
         )
         changed = differing(to_yaml(running), to_yaml(config))
     except (RayError, pickle.PickleError, AttributeError, TypeError) as error:
@@ -74,10 +106,19 @@ def _check_same_state(config: ClusterConfig) -> None:
         )
 
 
-async def _replaced(config: ClusterConfig, base_folders: Mapping[str, Path]) -> None:
-    """Replace the controllers of all shards at the same time: their slots are reserved already."""
-    shards = shard_configs(config)
-    for own in shards:
+async def _replaced(shards: Sequence[ClusterConfig], base_folders: Mapping[str, Path]) -> list[str]:
+    """Replace the controllers of all shards at the same time: their slots are reserved already.
+
+    Returns why shards could not be replaced. One does not hinder the others.
+    """
+
+    async def replaced(own: ClusterConfig) -> None:
         await remote.end_named(actor_names(own.name))
-    await asyncio.gather(*(cluster.start_controller(own, base_folders) for own in shards))
-    await share_settings(config)
+        await cluster.start_controller(own, base_folders)
+
+    outcomes = await asyncio.gather(*map(replaced, shards), return_exceptions=True)
+    return [
+        f"shard {shard_number(own.name)} did not start: {error}"
+        for own, error in zip(shards, outcomes, strict=True)
+        if error is not None
+    ]

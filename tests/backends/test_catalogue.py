@@ -185,6 +185,21 @@ async def test_a_base_model_that_cannot_be_loaded_fails_its_own_requests_only():
     await asyncio.wait_for(backend.create_model(spec("b"), FIRST), 10)
 
 
+async def test_a_base_model_that_does_not_end_cleanly_blocks_no_other_and_comes_back():
+    factory = FakeFactory("abc", max_loaded=2)
+    backend, _ = await started(factory)
+
+    async def fails() -> None:
+        raise TimeoutError("Ray's server does not answer")
+
+    for name in ("b", "c"):
+        factory.built[name].close = fails  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        for name in ("a", "b", "c"):
+            await backend.create_model(spec(name), FIRST)
+    assert "m-c" in await backend.residents()
+
+
 async def _able(name: str) -> Capabilities:
     return changed(await FakeBackend().start(1), base_model=name).default
 

@@ -309,3 +309,17 @@ async def test_a_request_that_gives_up_leaves_no_trace():
     await asyncio.gather(*tasks, return_exceptions=True)
     assert base.users == 0
     await lock.close()
+
+
+def test_a_failed_park_is_tried_again_after_a_pause():
+    bases = residency({"a": 1, "b": 1}, residence_s=0.0)
+    bases.arrive("a", 0.0)
+    carried_out(bases, Step("load", "a"), 0.0)
+    bases.leave("a", 0.0)
+    bases.arrive("b", 5.0)
+    assert bases.next(5.0) == Step("park", "a")
+    bases.begin(Step("park", "a"))
+    bases.fail(Step("park", "a"), 5.0, 2.0)
+    again = bases.next(5.0)
+    assert again == 7.0
+    assert bases.next(7.0) == Step("park", "a")
