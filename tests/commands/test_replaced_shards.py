@@ -1,0 +1,82 @@
+"""`upgrade` of several shards: one that does not start hinders no other, and it can be repeated."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_actors.commands import upgrade
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.messages.errors import ConfigError, InternalError
+
+CONFIG = Path("configs/cpu_tiny.yaml")
+THREE = ["name=svc", "shards.count=3", "critic=null"]
+
+
+class Service:
+    """What `upgrade` does to a service. `broken`: names of shards that do not start."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.log: list[str] = []
+        self.broken: set[str] = set()
+        self.running = {"svc"}  # the controllers
+        self.parts = ["svc:policy[0]"]
+        patch.setattr(upgrade.ray, "is_initialized", lambda: True)
+        patch.setattr(
+            upgrade.remote, "named", lambda name: self.running & {name.split(":")[0]} or None
+        )
+        patch.setattr(upgrade.remote, "names_with", lambda _: self.parts)
+        patch.setattr(upgrade.remote, "end_named", self.end)
+        patch.setattr(upgrade.cluster, "start_controller", self.start)
+        patch.setattr(upgrade.cluster, "prepare_base_models", lambda _: {})
+        patch.setattr(upgrade, "reading", lambda _: nullcontext())
+        patch.setattr(upgrade, "_check_same_state", lambda *_: self.log.append("compared"))
+        patch.setattr(upgrade, "share_settings", self.share)
+        patch.setattr(upgrade.serve, "start_ingress", lambda _: self.log.append("ingress"))
+        patch.setattr(upgrade.serve, "wait_until_healthy", lambda _: self.log.append("healthy"))
+        patch.setattr(upgrade.serve, "join", self.join)
+
+    async def end(self, names: Any) -> None:
+        self.log.append(f"end {names[0].split(':')[0]}")
+
+    async def start(self, config: ClusterConfig, _: Any) -> None:
+        if config.name in self.broken:
+            raise InternalError("no room")
+        self.log.append(f"start {config.name}")
+
+    async def share(self, _: Any) -> None:
+        self.log.append("share")
+
+    def join(self, name: str) -> None:
+        raise ConfigError(f"no service named {name!r} runs here")
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    return Service(monkeypatch)
+
+
+def test_all_shards_are_replaced_and_then_the_ingress(service: Service):
+    upgrade.run(CONFIG, THREE)
+    names = ("svc", "svc.2", "svc.3")
+    assert service.log[0] == "compared" and service.log[-3:] == ["ingress", "share", "healthy"]
+    assert set(service.log[1:-3]) == {f"{act} {name}" for act in ("end", "start") for name in names}
+
+
+def test_a_shard_that_does_not_start_is_named_and_the_others_are_served(service: Service):
+    service.broken = {"svc.2"}
+    with pytest.raises(
+        InternalError, match=r"^shard 2 did not start: no room\. The other shards run"
+    ):
+        upgrade.run(CONFIG, THREE)
+    assert {"start svc", "start svc.3"} < set(service.log) and service.log[-1] == "ingress"
+
+
+def test_an_interrupted_upgrade_is_repeated(service: Service):
+    service.running = set()
+    upgrade.run(CONFIG, THREE)
+    assert "compared" not in service.log and service.log[-1] == "healthy"
+    service.parts = []
+    with pytest.raises(ConfigError, match="no service named"):
+        upgrade.run(CONFIG, THREE)
