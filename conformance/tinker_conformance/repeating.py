@@ -55,7 +55,9 @@ class _Passing(BaseHTTPRequestHandler):
             if self.path.endswith(proxy.paths):
                 proxy.repeats += status < 400
                 status, headers, content = self._answer(proxy, body)
-        except httpx.HTTPError:  # the SDK asks again, as it does without a proxy
+        except (httpx.HTTPError, RuntimeError):
+            # The SDK asks again, as it does without a proxy. The second: the proxy has ended, and a
+            # heartbeat of its session comes late.
             self.close_connection = True
             return
         self.send_response(status)
