@@ -239,8 +239,10 @@ class Server:
             else:
                 raise Failed("no step size moves the logprobs: are eps or learning_rate dropped?")
             self.found_alpha = alpha
-            one, two = (self.moved(lambda m: self.train(m, rows(0)), alpha) for _ in range(2))
-            far = float(np.linalg.norm(one - two) / max(float(np.linalg.norm(two)), 1e-12))
+            # Two random adapters can be near to each other by chance; so many are not.
+            one, *others = (self.moved(lambda m: self.train(m, rows(0)), alpha) for _ in range(4))
+            size = max(float(np.linalg.norm(one)), 1e-12)
+            far = max(float(np.linalg.norm(one - other)) for other in others) / size
             self.drops_seeds = far > self.tolerance
         return self.found_alpha
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ GRACE_S = 3.0
 COPY_TIMEOUT_S = 55.0  # an SDK gives up after a minute and repeats; the copy continues
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 FOLLOW_S = 0.5
+FIND_S = 2.0
 ANSWER_S = 12.0  # a process that is not active answers after 10 s
 BULK_BYTES = 64 * 2**10
 
@@ -68,6 +70,7 @@ class ControllerClient:
         self._processes = processes
         self._name = name
         self._following: asyncio.Task[None] | None = None
+        self._finding: asyncio.Task[list[ActorHandle[Any] | None]] | None = None
         self._connection = RpcClient(self._address, ControllerCalls)
         # A separate connection, so that small calls do not wait behind large ones.
         self._bulk_connection = RpcClient(self._address, ControllerCalls)
@@ -104,9 +107,17 @@ class ControllerClient:
 
     async def _find(self) -> None:
         """Take the processes that now have the controller's name, for the next call."""
-        if self._name:
-            found = await asyncio.to_thread(lambda: [*map(named_actor, actor_names(self._name))])
-            self._processes = tuple(one for one in found if one is not None)
+        if not self._name:
+            return
+        task, loop = self._finding, asyncio.get_running_loop()
+        if task is None or task.done() or task.get_loop() != loop:
+            names = actor_names(self._name)
+            looking = asyncio.to_thread(lambda: [*map(named_actor, names)])
+            task = self._finding = loop.create_task(looking)
+        with suppress(TimeoutError):  # Ray's server may be away; then the task goes on
+            async with asyncio.timeout(FIND_S):
+                found = await asyncio.shield(task)
+            self._processes = tuple(one for one in found if one) or self._processes
 
     def _follow_active(self) -> None:
         """Leave a process that another one replaced, even if its connection lives on."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ from skyrl_actors.api import wire
 from skyrl_actors.api.access import Caller, caller_of
 from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
-from skyrl_actors.messages.errors import InvalidRequest, NotFound
+from skyrl_actors.messages.errors import Corrupt, InvalidRequest, NotFound
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, checked_id, parse_path
 
 router = APIRouter()
@@ -121,11 +122,12 @@ async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str,
 
 async def _set_public(path: TinkerPath, public: bool, request: Request) -> dict[str, Any]:
     client, owner = state_of(request).client, caller_of(request).owner or ""
-    await client.calls.checkpoint_spec(path)  # raises NotFound, and nothing is recorded
+    with suppress(Corrupt):  # then it is there
+        await client.calls.checkpoint_spec(path)  # raises NotFound, and nothing is recorded
     if await client.catalog.is_public(path) != public:
         # First the record: nothing is published without one.
         await client.calls.note_access("publish" if public else "unpublish", owner, str(path))
-        await client.catalog.set_public(path, public)
+    await client.catalog.set_public(path, public)  # also a repeat: the mirror may have failed
     return {}
 
 

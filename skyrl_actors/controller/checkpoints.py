@@ -344,17 +344,18 @@ class CheckpointFolders:
                 report(str(item), repr(error))
         return RunEntry(**content, checkpoints=tuple(_newest_first(found)))
 
+    def size(self, path: TinkerPath) -> int:
+        """Return the bytes of a checkpoint. Raises NotFound."""
+        return _size_of(self.existing(path))
+
     def _entry(self, run_id: str, folder: Path) -> CheckpointEntry:
-        size = sum(
-            file.stat().st_size for file in folder.iterdir() if not file.name.startswith(".")
-        )
         saved = (folder / SPEC_FILE).stat().st_mtime
         return CheckpointEntry(
             run_id=run_id,
             kind=folder.parent.name,
             name=folder.name,
             time=saved,
-            num_bytes=size,
+            num_bytes=_size_of(folder),
             **self._metadata.read(folder),
         )
 
@@ -367,6 +368,10 @@ class CheckpointFolders:
 def folders_of(config: ClusterConfig, wall: Callable[[], float]) -> CheckpointFolders:
     """Return the checkpoints of a service, which the controller with this config changes."""
     return CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror, keeper(config))
+
+
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if not file.name.startswith("."))
 
 
 def _newest_first(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:

@@ -220,10 +220,10 @@ class Controller:
         self.readiness.check_started()
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
-            self._meter.admit_session(owner_of(session_id))
             admission.check_count(self.tenants.sessions, session_id, SESSIONS_PER_KEY, "sessions")
             admission.check_metadata(labels.user_metadata)
             admission.check_tags(labels.tags)
+            self._meter.admit_session(owner_of(session_id))
             note = SessionNote(
                 session_id=session_id,
                 created_at=self.wall(),

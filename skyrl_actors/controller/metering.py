@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.free_space import FreeSpace
 from skyrl_actors.controller.operations import Op, Outcome
+from skyrl_actors.controller.quotas import Reserved
 from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import Request, Sample, Unload
@@ -39,8 +40,10 @@ class Metering:
         if not isinstance(request, Unload):
             owner, tokens = owner_of(op.request_id), verb_of(request).input_tokens(request)
             self.check_accepts(owner)
-            most = op.cost[1] if isinstance(request, Sample) else tokens
-            op.reserved = self._admin.quotas.admit(owner, tokens, num_open, most)
+            is_sample = isinstance(request, Sample)
+            reserved = Reserved(samples=op.cost[1]) if is_sample else Reserved(training=tokens)
+            self._admin.quotas.admit(owner, tokens, num_open, reserved)
+            op.reserved = reserved
 
     def withdraw(self, op: Op, request: Request) -> None:
         """Give back what `admit` counted, because the request was not accepted after all."""

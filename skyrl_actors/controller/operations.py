@@ -4,6 +4,7 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
+from skyrl_actors.controller.quotas import NOTHING, Reserved
 from skyrl_actors.journal import encoding
 from skyrl_actors.journal.entries import Accepted, Effect, Entry, Operation
 from skyrl_actors.messages.errors import (
@@ -43,7 +44,7 @@ class Op:
     streamed: int = 0  # tokens of a sample that its client has read before the answer
     # Sequences and maximum tokens of a sample. After a restart the request is not read, so (1, 1).
     cost: tuple[int, int] = (1, 1)
-    reserved: int = 0  # of its API key's tokens of the day, until it is answered
+    reserved: Reserved = NOTHING  # of its API key's tokens of the day, until it is answered
 
     @property
     def kind(self) -> str | None:

@@ -4,17 +4,29 @@ Rates are token buckets. A bucket holds what a minute allows and fills evenly. A
 while its buckets are not empty, and may bring them into debt: its sampled tokens are known only
 when it is answered. So the rate over a longer time is exact, and a large request is not refused for
 ever. After a restart the buckets are full. The tokens of the day are in the journal. Those that
-open requests may still use are reserved, so that many at once do not exceed the day's limit: by one
-request at most, or by those that were open when this process started.
+open requests may still use are reserved, so that many at once exceed the day's limit by one request
+at most, beside those that were open when this process started. What samples reserve is mostly more
+than they use, so it stops only samples: training would otherwise wait behind them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from skyrl_actors.messages.errors import CapacityError, QuotaUsed
 from skyrl_actors.messages.usage import ALL_KEYS, DAY_S, OwnerQuota, Quota, Usage
 
 MINUTE_S = 60.0
 NO_QUOTA = Quota()
+
+
+class Reserved(NamedTuple):
+    """Tokens that open requests may use: input of training, which is known, and samples."""
+
+    training: int = 0
+    samples: int = 0
+
+
+NOTHING = Reserved()
 
 
 class Bucket:
@@ -45,7 +57,7 @@ class Quotas:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self._day = -1
         self._today: dict[str, int] = {}
-        self._reserved: dict[str, int] = {}  # tokens that open requests may use, by owner
+        self._reserved: dict[str, Reserved] = {}  # by owner
 
     def begin(self, quotas: Iterable[OwnerQuota], today: Iterable[Usage]) -> None:
         """Take the quotas and today's usage that are in the journal."""
@@ -76,11 +88,11 @@ class Quotas:
         self._turn_day()
         return self._today.get(owner, 0)
 
-    def admit(self, owner: str, tokens: int, num_open: int, most_tokens: int = 0) -> int:
+    def admit(self, owner: str, tokens: int, num_open: int, reserves: Reserved = NOTHING) -> None:
         """Count a request with `tokens` of input, or raise CapacityError or QuotaUsed.
 
-        `num_open`: requests of the owner that are accepted and not answered. `most_tokens`: what
-        the request may use. Returns the tokens that are reserved until `release`.
+        `num_open`: requests of the owner that are accepted and not answered. `reserves`: what the
+        request may use, until `release`.
         """
         quota, now = self.of(owner), self._wall()
         if quota.open_requests is not None and num_open >= quota.open_requests:
@@ -95,19 +107,18 @@ class Quotas:
                 f"{quota.tokens_per_day} (tokens_per_day); the next day begins in "
                 f"{left_s / 3600:.1f} h, at 00:00 UTC"
             )
-        reserved = self._reserved.get(owner, 0)
+        held = self._reserved.get(owner, NOTHING)
         if quota.tokens_per_day is not None:
             left = quota.tokens_per_day - self.today(owner)
-            if reserved >= left:
+            counted = sum(held) if reserves.samples else held.training if reserves.training else 0
+            if counted >= left:
                 raise CapacityError(
-                    f"open requests of this API key may use {reserved} tokens, and {left} are left "
+                    f"open requests of this API key may use {counted} tokens, and {left} are left "
                     "of today (tokens_per_day); try again when some were answered"
                 )
         self.count(owner, tokens)
-        if quota.tokens_per_day is None:
-            return 0
-        self._reserved[owner] = reserved + most_tokens
-        return most_tokens
+        if any(reserves):
+            self._reserved[owner] = _added(held, reserves, 1)
 
     def count(self, owner: str, tokens: int = 0) -> None:
         """Count a request for the rates alone, or raise CapacityError."""
@@ -128,12 +139,11 @@ class Quotas:
             if (bucket := self._buckets.get((owner, name))) is not None:
                 bucket.take(-amount)
 
-    def release(self, owner: str, reserved: int) -> None:
+    def release(self, owner: str, reserved: Reserved) -> None:
         """End a reservation, because the request is answered or was not accepted."""
-        if left := self._reserved.get(owner, 0) - reserved:
+        left = _added(self._reserved.pop(owner, NOTHING), reserved, -1)
+        if any(left):
             self._reserved[owner] = left
-        else:
-            self._reserved.pop(owner, None)
 
     def answered(self, usage: Usage) -> None:
         """Count what an answered request used. Its input is in the buckets already."""
@@ -160,3 +170,7 @@ class Quotas:
                 self._buckets[key] = Bucket(limit, now)
             found[name] = self._buckets[key]
         return found
+
+
+def _added(held: Reserved, more: Reserved, sign: int) -> Reserved:
+    return Reserved(held.training + sign * more.training, held.samples + sign * more.samples)

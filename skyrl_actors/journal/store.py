@@ -134,7 +134,7 @@ class Store:
     def _commit(self, todo: list[Statement], packing: Sequence["Future[None]"]) -> None:
         epoch, _, count = self._token.partition(".")
         token = f"{epoch}.{int(count) + 1}"
-        if self._remote:
+        if self.packs.mirror is not None:
             _finish(packing)
         try:
             with self.engine.begin() as connection:

@@ -16,6 +16,7 @@ from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
 from skyrl_actors.config.keys import digest_of, owner_of_name
 from skyrl_actors.messages.keys import StoredKey
 from skyrl_actors.messages.usage import Quota
+from skyrl_actors.storage.mirror import Mirror
 from tests.api.local import MODEL, config_for, edge, posted, resolved
 from tests.api.test_stored_keys import holder, keys_of
 
@@ -199,7 +200,7 @@ async def test_copies_at_once_do_not_exceed_the_limit(anyone: httpx.AsyncClient)
     session, model_id = await trained(ann)
     body = {"source_path": f"tinker://{model_id}/weights/one", "session_id": session}
     (entry,) = (await ann.get("/checkpoints")).json()["checkpoints"]
-    most = 3 * entry["size_bytes"] + 1
+    most = 7 * entry["size_bytes"] // 2  # the notes of a copy are longer
     await keys_of(anyone).set_quota("ann", Quota(checkpoint_bytes=most), "eve")
     copies = (
         ann.post("/copy_weights", json={**body, "model_seq_id": 10 + number}) for number in range(9)
@@ -207,6 +208,19 @@ async def test_copies_at_once_do_not_exceed_the_limit(anyone: httpx.AsyncClient)
     answers = [answer.status_code for answer in await asyncio.gather(*copies)]
     assert sorted(answers) == [200] * 2 + [429] * 7
     assert len((await ann.get("/checkpoints")).json()["checkpoints"]) == 3
+
+
+async def test_a_repeat_that_waits_for_its_copy_is_not_refused(anyone: httpx.AsyncClient):
+    ann = holder(anyone, ANN)
+    session, model_id = await trained(ann)
+    (entry,) = (await ann.get("/checkpoints")).json()["checkpoints"]
+    await keys_of(anyone).set_quota(
+        "ann", Quota(checkpoint_bytes=2 * entry["size_bytes"] + 200), "eve"
+    )
+    body = {"source_path": f"tinker://{model_id}/weights/one", "session_id": session}
+    copies = (ann.post("/copy_weights", json={**body, "model_seq_id": 10}) for _ in range(5))
+    assert [one.status_code for one in await asyncio.gather(*copies)] == [200] * 5
+    assert (await ann.post("/copy_weights", json={**body, "model_seq_id": 11})).status_code == 429
 
 
 async def test_a_tenant_cannot_hide_acts_of_operators(
@@ -226,6 +240,26 @@ async def test_a_tenant_cannot_hide_acts_of_operators(
     assert events == ["api_key_add"] + [
         "checkpoint_" + act for act in ("unpublish", "publish", "unpublish")
     ]
+
+
+async def test_an_unpublish_that_failed_is_completed_by_its_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    mirror = tmp_path / "mirror"
+    async with edge(config_for(tmp_path, checkpoint_mirror=f"file://{mirror}")) as http:
+        _, model_id = await trained(http)
+        place = f"/training_runs/{model_id}/checkpoints/weights/one/publish"
+        assert (await http.post(place)).status_code == 200
+        with monkeypatch.context() as broken:
+            broken.setattr(Mirror, "put_file", _no_route)
+            assert (await http.delete(place)).status_code == 503
+        assert (await http.delete(place)).status_code == 200
+    (about,) = mirror.rglob("about.json")
+    assert json.loads(about.read_text())["public"] is False
+
+
+def _no_route(*_: Any) -> None:
+    raise OSError("no route")
 
 
 async def test_a_day_beyond_all_calendars_is_refused(anyone: httpx.AsyncClient):

@@ -14,7 +14,7 @@ from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, JournalConfig, LimitsConfig
 from skyrl_actors.config.keys import hashed, owner_of_name
 from skyrl_actors.controller.controller import Controller
-from skyrl_actors.controller.quotas import Quotas
+from skyrl_actors.controller.quotas import Quotas, Reserved
 from skyrl_actors.controller.shares import Shares
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
@@ -123,32 +123,43 @@ def test_tokens_of_the_day_end_at_midnight():
 
 def test_open_requests_reserve_what_they_may_use_of_the_day():
     made = quotas(Clock(), tokens_per_day=100)
-    assert made.admit(ANN, 10, 0, 60) == 60
-    assert made.admit(ANN, 10, 1, 60) == 60  # may exceed the limit by itself
+    for number in range(2):  # the second may exceed the limit by itself
+        made.admit(ANN, 10, number, Reserved(samples=60))
     with pytest.raises(CapacityError, match=r"may use 120 tokens, and 100 are left .*per_day"):
-        made.admit(ANN, 0, 2)
-    made.release(ANN, 60)
+        made.admit(ANN, 0, 2, Reserved(samples=1))
+    made.admit(ANN, 0, 2)  # a step
+    made.admit(ANN, 90, 2, Reserved(training=90))
+    made.admit(ANN, 90, 3, Reserved(training=90))
+    with pytest.raises(CapacityError, match="may use 180 tokens"):
+        made.admit(ANN, 1, 4, Reserved(training=1))
+    for _ in range(2):
+        made.release(ANN, Reserved(training=90))
+        made.release(ANN, Reserved(samples=60))
     made.answered(used(prompt_tokens=10, sampled_tokens=20))
-    made.admit(BOB, 1000, 0, 1000)
-    assert made.admit(ANN, 1, 1, 1) == 1
-    made.release(ANN, 61)
+    made.admit(BOB, 1000, 0, Reserved(samples=1000))
+    made.admit(ANN, 1, 0, Reserved(samples=1))
     made.answered(used(sampled_tokens=70))
     with pytest.raises(QuotaUsed, match="used 100 tokens"):
         made.admit(ANN, 0, 0)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 400)), max_size=80))
-def test_the_day_is_exceeded_by_one_request_at_most(events: list[tuple[bool, int]]):
-    made, open_requests = quotas(Clock(), tokens_per_day=1000), list[int]()
-    for comes, tokens in events:
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(1, 400)), max_size=80))
+def test_the_day_is_exceeded_by_one_request_of_each_kind_at_most(
+    events: list[tuple[bool, bool, int]],
+):
+    made, open_requests = quotas(Clock(), tokens_per_day=1000), list[Reserved]()
+    for comes, is_sample, tokens in events:
         if comes or not open_requests:
+            reserved = Reserved(samples=tokens) if is_sample else Reserved(training=tokens)
             with suppress(CapacityError, QuotaUsed):
-                open_requests.append(made.admit(ANN, 0, len(open_requests), tokens))
+                made.admit(ANN, 0, len(open_requests), reserved)
+                open_requests.append(reserved)
         else:
             reserved = open_requests.pop()
             made.release(ANN, reserved)
-            made.answered(used(sampled_tokens=reserved))
-    assert made.today(ANN) + sum(open_requests) < 1000 + 400
+            made.answered(used(sampled_tokens=sum(reserved)))
+    for kind in (0, 1):
+        assert sum(one[kind] for one in open_requests) < 1000 + 400
     for reserved in open_requests:
         made.release(ANN, reserved)
     assert not made._reserved

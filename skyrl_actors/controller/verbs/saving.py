@@ -43,10 +43,10 @@ async def save(
         context.folders.to_save, path, overwrite, op.request_id
     )
     if not is_saved:
-        async with context.storage.room(path.model_id):
-            await context.backend.save_checkpoint(
-                model.spec, op.reading, str(folder), form=form, mark=op.request_id
-            )
+        await context.storage.check(path.model_id)
+        await context.backend.save_checkpoint(
+            model.spec, op.reading, str(folder), form=form, mark=op.request_id
+        )
     if recipients:
         files = await context.disk.read(context.folders.files_for_others, path)
         await context.disk.write("whole checkpoints", age_files.encrypt, files, recipients)
