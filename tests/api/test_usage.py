@@ -252,7 +252,7 @@ async def test_an_unpublish_that_failed_is_completed_by_its_repeat(
         assert (await http.post(place)).status_code == 200
         with monkeypatch.context() as broken:
             broken.setattr(Mirror, "put_file", _no_route)
-            assert (await http.delete(place)).status_code == 503
+            assert (await http.delete(place)).status_code >= 500
         assert (await http.delete(place)).status_code == 200
     (about,) = mirror.rglob("about.json")
     assert json.loads(about.read_text())["public"] is False
