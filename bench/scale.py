@@ -103,6 +103,7 @@ WORKS: dict[str, tuple[Work, int]] = {
     "sample 64+4096": (sample_of(64, 4096), 2000),
     # costs are of one request; a group of GRPO is one request
     "16 samples 256+256": (sample_of(256, 256, 16), 500),
+    "16 samples 256+4096": (sample_of(256, 4096, 16), 200),
     "forward_backward": (forward_backward, 2000),
     "optim_step": (optim_step, 2000),
 }
