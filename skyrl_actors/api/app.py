@@ -30,7 +30,7 @@ from skyrl_actors.api import (
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
 from skyrl_actors.api.error_bodies import HOSTED, error_answer
-from skyrl_actors.api.state import ARCHIVES, ApiState, shown, state_of
+from skyrl_actors.api.state import ARCHIVES, PATIENCE_S, ApiState, shown, state_of
 from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 
@@ -41,8 +41,8 @@ HOT = {
     for path in ("retrieve_future", "asample", "forward_backward", "forward", "optim_step")
 }
 # The console's routes check the key themselves: without one they show totals only.
+MOST_SHOWN = 20  # faults of a body
 BODY_S = 60.0  # an SDK also gives up one attempt after this time
-PATIENCE_S = 30.0  # how long a body waits for memory
 COMPRESSION = 16  # assumed ratio of zstd for token ids and floats; it can be higher
 # Requests of a read-only key beside GET: an SDK needs a session to read anything.
 READING = tuple(
@@ -124,10 +124,14 @@ async def _known_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    fields = [".".join(str(part) for part in e["loc"][1:]) for e in error.errors()]
+    found = error.errors()
+    shown_faults = found[:MOST_SHOWN]
+    fields = [".".join(str(part) for part in e["loc"][1:]) for e in shown_faults]
     faults = [
-        f"{field or 'body'}: {e['msg']}" for field, e in zip(fields, error.errors(), strict=True)
+        f"{field or 'body'}: {e['msg']}" for field, e in zip(fields, shown_faults, strict=True)
     ]
+    if len(found) > MOST_SHOWN:
+        faults.append(f"and {len(found) - MOST_SHOWN} more")
     return error_answer(
         request.url.path, "; ".join(faults), "user", 422, param=next(iter(fields), "") or None
     )

@@ -15,6 +15,7 @@ from skyrl_actors.api.state import read_body, state_of
 M = TypeVar("M", bound=BaseModel)
 
 
+MOST_FAULTS = 1000
 Check = Callable[[Any, int, int], None]
 """Called with a parsed body, the most tokens of a prompt and the most prompts.
 
@@ -58,6 +59,8 @@ def _validated(
         check(found, most_tokens, most_prompts)
         return found
     except ValidationError as error:
+        if (count := error.error_count()) > MOST_FAULTS:  # a list of them would take seconds
+            return Faults([{"loc": ("body",), "msg": f"it has {count} faults", "type": "faults"}])
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         return Faults({**fault, "loc": ("body", *fault["loc"])} for fault in faults)
 

@@ -40,6 +40,15 @@ class BodyTooLarge(InvalidRequest):
     status = 413
 
 
+def decompressed_bytes(body: bytes, limit: int) -> int:
+    """Return how many bytes `decompress` makes of a body: `limit` if the body does not say."""
+    try:
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError:
+        return 0  # it will be refused
+    return limit if size < 0 else min(size, limit)
+
+
 def decompress(body: bytes, limit: int) -> bytes:
     """Decompress zstd up to `limit` bytes. Raises BodyTooLarge or InvalidRequest."""
     try:

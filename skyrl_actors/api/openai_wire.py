@@ -13,6 +13,8 @@ from skyrl_actors.api.openai_tools import MessageCall, Tool, described
 from skyrl_actors.messages.narrowing import is_object
 from skyrl_actors.messages.requests import Shaping
 
+MOST_STOPS, LONGEST_STOP = 16, 1000  # they are looked for in each piece of a stream
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 # Fields that are accepted with any value and have no effect, with the reason.
 WITHOUT_EFFECT = {
     "user": "samples are not attributed to the users of a client",
@@ -117,7 +119,7 @@ class OpenAiBody(BaseModel):
     seed: int | None = Field(default=None, ge=0)
     tempered_logprobs: bool | None = Field(default=None, description="this service's addition")
     processed_logprobs: bool | None = Field(default=None, description="this service's addition")
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 

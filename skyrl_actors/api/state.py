@@ -15,7 +15,7 @@ from skyrl_actors.backends.backend import Capabilities, ServedModels
 from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
-from skyrl_actors.messages.errors import SkyrlActorsError
+from skyrl_actors.messages.errors import CapacityError, SkyrlActorsError
 from skyrl_actors.messages.keys import KeyTable
 from skyrl_actors.messages.results import Failure
 from skyrl_actors.transport.byte_budget import ByteBudget
@@ -24,6 +24,7 @@ HEALTH_TIMEOUT_S = 5.0
 BODY_MEMORY_BYTES = 512 * 2**20  # of the large bodies that one process reads, and of the answers
 LONG_POLL_S = 30.0  # longest time that one poll for an answer is held open
 KNOWN_IDS = 100_000  # models and samplers whose base model one process stores
+PATIENCE_S = 30.0  # how long a body waits for memory
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
 
 
@@ -141,7 +142,19 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
+        await _make_room(request, codec.decompressed_bytes(body, limit))
         return await run_in_thread(codec.decompress, body, limit)
     if encoding != "identity":
         raise codec.InvalidRequest(f"content-encoding is {encoding!r}; use zstd or none")
     return body
+
+
+async def _make_room(request: Request, num_bytes: int) -> None:
+    """Wait for the memory of a body's decompressed bytes. Raises CapacityError."""
+    try:
+        await request.state.body_lease.exchange(num_bytes, PATIENCE_S)
+    except TimeoutError:
+        raise CapacityError(
+            f"the body has {num_bytes} bytes when it is decompressed, and other bodies are being "
+            "read; try again later"
+        ) from None

@@ -10,7 +10,7 @@ import logging
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger
+from skyrl_actors.controller.ledger import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ledger
 from skyrl_actors.controller.operations import Op, Outcome, failed
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.recording import record_metrics, record_span
@@ -138,22 +138,23 @@ class Lanes:
 
         Raises the last error; then nothing of the operation was applied.
         """
-        verb, attempts, faults = verb_of_model(request), 0, 0
+        verb, attempts, faults, is_down = verb_of_model(request), 0, 0, False
         while True:
             try:
                 is_first = not (attempts or faults or progress.suspect)
                 # A restored model could lose its state again before the operation runs.
                 async with self._holding(op, is_first or verb.needs != "state"):
                     if not is_first:
-                        await self._bring_back(op, request, progress)
+                        await self._bring_back(op, request, progress, is_down)
                     op.after = progress.position
                     outcome = await verb.execute(op, request, self.context)
                 if verb.reads_files(request):
                     await self._snapshot_loaded(op, progress)
                 return outcome
             except PartDown as error:  # nothing was begun, so this is not an attempt
-                progress.suspect = True
+                progress.suspect = is_down = True
                 log.warning("operation %d waits: %s", op.number, error)
+                await asyncio.sleep(FIRST_PAUSE_S)  # whatever the verb waits for: never in a circle
             except StateLost as error:
                 attempts += 1
                 log.warning("operation %d (%s): %s", op.number, type(request).__name__, error)
@@ -193,11 +194,17 @@ class Lanes:
             finally:
                 progress.position = before
 
-    async def _bring_back(self, op: Op, request: rq.Request, progress: Progress) -> None:
-        """Restore the model unless the ranks hold its state as the journal records it."""
+    async def _bring_back(
+        self, op: Op, request: rq.Request, progress: Progress, is_down: bool
+    ) -> None:
+        """Restore the model unless the ranks hold its state as the journal records it.
+
+        `is_down`: the ranks were restarting, so a verb that needs nothing waits for them too.
+        """
         model = self.tenants.models.get(op.model_id or "")
         needs = verb_of_model(request).needs
-        if needs == "ranks" and model is not None:
+        waits = needs == "ranks" or (needs == "nothing" and is_down)
+        if waits and model is not None:
             await self.replayer.backend.ready(model.spec)
         elif needs == "state" and model is not None and model.ready:
             resident = (await self.replayer.backend.residents()).get(model.spec.model_id)

@@ -26,13 +26,22 @@ def write(target: Path, files: Files) -> None:
         if target.exists():
             return
         staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        if "" in files:
-            staging.write_bytes(files[""].data)
-        else:
-            staging.mkdir()
-            for name, content in files.items():
-                (staging / Path(name).name).write_bytes(content.data)
-        staging.rename(target)
+        for left in target.parent.glob(f".{target.name}.*.partial"):  # by a process that was killed
+            remove(left)
+        try:
+            _write(staging, files)
+            staging.rename(target)
+        finally:
+            remove(staging)  # of a write that failed
+
+
+def _write(staging: Path, files: Files) -> None:
+    if "" in files:
+        staging.write_bytes(files[""].data)
+        return
+    staging.mkdir()
+    for name, content in files.items():
+        (staging / Path(name).name).write_bytes(content.data)
 
 
 def remove(target: Path) -> None:

@@ -131,11 +131,12 @@ class Supervisor(ABC):
             log_tail = await self.log_tail()
             while (pause_s := self._limit.died(loop.time())) is not None:
                 await asyncio.sleep(pause_s)
-                try:
-                    await self._come_back()
-                except (ConfigError, InternalError) as error:
-                    self.reason = str(error)
-                    self._report(f"{self.name} did not start: {error}")
+                # Whatever it raises: a part that is not started again would be waited for for ever.
+                (error,) = await asyncio.gather(self._come_back(), return_exceptions=True)
+                if error is not None:
+                    is_known = isinstance(error, ConfigError | InternalError)
+                    self.reason = str(error) if is_known else repr(error)
+                    self._report(f"{self.name} did not start: {self.reason}")
                     if self.health != "DEAD":
                         self._step("died")
                     continue

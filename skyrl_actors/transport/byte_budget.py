@@ -58,6 +58,12 @@ class Lease:
         self._owner = owner
         self._num_bytes = num_bytes
 
+    async def exchange(self, num_bytes: int, patience_s: float) -> None:
+        """Return the bytes and wait for others. Raises TimeoutError, and then has none."""
+        self.release()
+        taken = await self._room.take(self._owner, num_bytes, patience_s)
+        self._num_bytes, taken._num_bytes = taken._num_bytes, 0
+
     def release(self) -> None:
         """Return the bytes. A second call has no effect."""
         num_bytes, self._num_bytes = self._num_bytes, 0

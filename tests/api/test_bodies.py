@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
-from skyrl_actors.api import cpu_bound, openai_wire, schema, wire
+from skyrl_actors.api import codec, cpu_bound, openai_wire, schema, state, wire
 from skyrl_actors.api.app import room_for
 from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sample, limit_of
 from skyrl_actors.api.parts import check_json_size, check_proto_size
@@ -278,3 +279,52 @@ async def test_metadata_is_limited(tmp_path: Path):
             answer = await http.post("/create_session", json=body)
             assert answer.status_code == status, answer.text
         assert "at most 16384 are taken" in answer.text
+
+
+async def test_a_compressed_body_takes_memory_for_what_it_becomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """64 MiB of spaces are 2 KB when they are compressed."""
+    taken: list[int] = []
+    plain = b" " * 2**24
+    whole = zstandard.compress(plain)
+    maker = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    unsized = maker.compress(plain) + maker.flush()
+    config = config_for(tmp_path)
+    async with edge(config) as http:
+        budget = http._transport.app.state.api.body_budget  # type: ignore[attr-defined]
+
+        def seen(body: bytes, limit: int) -> bytes:
+            taken.append(budget.taken)
+            return b"{}"
+
+        monkeypatch.setattr(codec, "decompress", seen)
+        for body in (whole, unsized):
+            headers = {"content-encoding": "zstd", "content-type": "application/x-protobuf"}
+            await http.post("/forward_backward", content=body, headers=headers)
+        assert len(whole) < 4096 and taken == [len(plain), config.limits.body_bytes]
+        budget.limit = 2**20
+        first = await budget.take("", 2**20)
+        monkeypatch.setattr(state, "PATIENCE_S", 0.05)
+        refused = await http.post("/forward_backward", content=whole, headers=headers)
+        assert refused.status_code == 429 and "when it is decompressed" in refused.text
+        first.release()
+        assert not budget.taken
+
+
+async def test_a_body_of_many_faults_has_a_short_answer(tmp_path: Path):
+    async with edge(config_for(tmp_path)) as http:
+        many = await http.post(
+            "http://service/v1/completions", json={"model": "m", "prompt": [{}, *[None] * 2000]}
+        )
+        some = await http.post("/create_session", json={"tags": [1] * 5000})
+    assert (many.status_code, some.status_code) == (400, 422)
+    assert "faults" in many.text and "and 4980 more" in some.text
+    assert max(len(many.text), len(some.text)) < 4000
+
+
+async def test_stop_texts_are_few_and_short(tmp_path: Path):
+    async with edge(config_for(tmp_path)) as http:
+        for stop in ("a" * 1001, ["a"] * 17):
+            body = {"model": "m", "prompt": [1], "stop": stop}
+            assert (await http.post("http://service/v1/completions", json=body)).status_code == 400

@@ -24,6 +24,7 @@ from skyrl_actors.messages.errors import (
     Conflict,
     InvalidRequest,
     NotFound,
+    PartDown,
 )
 from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
@@ -633,3 +634,31 @@ async def test_a_journal_with_models_of_another_base_is_refused(
     await same.start()
     assert len(same.tenants.models) == 1
     await same.close()
+
+
+async def test_an_unload_waits_for_ranks_that_restart_and_stops_nobody(controller: Controller):
+    """Its sampler's weights have to be rebuilt first, so it is repeated until the ranks are up."""
+    backend = controller.backend
+    assert isinstance(backend, FakeBackend)
+    session, model_id = await model_in(controller)
+    sampler = f"{session}:sample:0"
+    await done(
+        controller,
+        await controller.submit(rq.SaveForSampler(model_id=model_id, sampler_id=sampler)),
+    )
+    up, tries = asyncio.Event(), list[str]()
+
+    async def ready(spec: ModelSpec) -> None:
+        await up.wait()
+
+    async def delete_model(spec: ModelSpec) -> None:
+        tries.append(spec.model_id)
+        if not up.is_set():
+            raise PartDown("the policy group is restarting")
+
+    backend.ready, backend.delete_model = ready, delete_model  # type: ignore[method-assign]
+    unloading = await controller.submit(rq.Unload(model_id=model_id))
+    asyncio.get_running_loop().call_later(0.3, up.set)  # never, if the loop is blocked
+    other, _ = await model_in(controller, 1)
+    assert isinstance(await done(controller, unloading), rs.Unloaded)
+    assert other and len(tries) <= 3

@@ -135,3 +135,24 @@ async def test_a_part_that_dies_before_its_restart_has_ended_is_restarted_again(
     part.died("killed")
     await asyncio.wait_for(part.wait_until_settled(), 60)
     assert part.health == "HEALTHY" and part.restarts == 2 and told == [2]
+
+
+async def test_an_unexpected_error_of_a_restart_is_told_and_tried_again():
+    """Such as Ray's NodeDiedError while a base model is brought to a node."""
+
+    class Surprised(Part):
+        async def _come_back(self) -> None:
+            self._step("again")
+            if self.failures:
+                self.failures -= 1
+                raise OSError("the node is gone")
+            await self.start()
+
+    said: list[str] = []
+    part = Surprised("e", RestartConfig(max_in_a_row=5), said.append)
+    part.failures = 2
+    await part.start()
+    part.died("killed")
+    await asyncio.wait_for(part.until_healthy(), 60)
+    assert said == ["lost e: killed"] + ["e did not start: OSError('the node is gone')"] * 2
+    await part.close()
