@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger
+from skyrl_actors.controller.ledger import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ledger
 from skyrl_actors.controller.operations import Op, Outcome, failed
 from skyrl_actors.controller.presence import FellSilent, Presence
 from skyrl_actors.controller.recording import record_metrics, record_span
@@ -184,6 +184,7 @@ class Samples:
                     await asyncio.sleep(LONGEST_PAUSE_S)
                 except PartDown as error:  # nothing was begun
                     log.warning("sample %s waits: %s", op.request_id, error)
+                    await asyncio.sleep(FIRST_PAUSE_S)  # never in a circle
                 except StateLost as error:
                     log.warning("sample %s is run again: %s", op.request_id, error)
                     deaths += 1

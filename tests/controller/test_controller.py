@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -662,3 +663,25 @@ async def test_an_unload_waits_for_ranks_that_restart_and_stops_nobody(controlle
     other, _ = await model_in(controller, 1)
     assert isinstance(await done(controller, unloading), rs.Unloaded)
     assert other and len(tries) <= 3
+
+
+async def test_a_sample_that_waits_for_a_part_stops_nobody(controller: Controller):
+    backend = controller.backend
+    assert isinstance(backend, FakeBackend)
+    session, _ = await model_in(controller)
+    sampler = f"{session}:sample:0"
+    await controller.open_sampler(sampler, session, "tiny", None)
+    up, tries, sample = asyncio.Event(), list[str](), backend.sample
+
+    async def refused(request_id: str, *arguments: Any) -> rs.SampleOutput:
+        tries.append(request_id)
+        if not up.is_set():
+            raise PartDown("the base model was loaded again meanwhile")
+        return await sample(request_id, *arguments)
+
+    backend.sample = refused  # type: ignore[method-assign]
+    asyncio.get_running_loop().call_later(0.3, up.set)  # never, if the loop is blocked
+    params = rq.SamplingParams(max_tokens=2)
+    request = rq.Sample(sampler_id=sampler, prompt=(1, 2), params=params, seq_id=1)
+    found = await done(controller, await controller.submit(request))
+    assert isinstance(found, rs.SampleOutput) and 1 < len(tries) < 20
