@@ -7,7 +7,7 @@ checkpoint is deleted, or saved again under the same name, the sampler refuses f
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from skyrl_actors.backends.backend import ServedModels
 from skyrl_actors.config.shard_configs import shard_number
@@ -23,7 +23,7 @@ from skyrl_actors.messages.weights import SamplerWeights
 log = logging.getLogger(__name__)
 # Subtracted because the SDK multiplies the number of a copy by 10^9 and stores it in 64 bits.
 FIRST_JOIN_S = 1_750_000_000
-Retire = Callable[[Sampler], Awaitable[None]]
+Retire = Callable[[Iterable[Sampler]], Awaitable[None]]
 
 
 def shared_id(base_model: str, version: str, shard: int = 1) -> str:
@@ -35,7 +35,7 @@ def shared_id(base_model: str, version: str, shard: int = 1) -> str:
 class NamedSamplers:
     """The samplers that belong to no live model.
 
-    `retire` closes a sampler and frees its weights after its last sample.
+    `retire` closes samplers and frees their weights after their last samples.
     """
 
     def __init__(self, context: VerbContext, journal: Journal, retire: Retire):
@@ -175,7 +175,7 @@ class NamedSamplers:
             for sampler in [s for s in self._tenants.samplers.values() if s.owner is None]:
                 try:
                     if await self._is_over(sampler, idle_s):
-                        await self._retire(sampler)
+                        await self._retire([sampler])
                 except SkyrlActorsError as error:
                     log.warning(
                         "the checkpoint of sampler %s cannot be read: %s",

@@ -119,13 +119,12 @@ class Replayer:
 
         They cannot be computed after the unload. The caller holds the model's lock.
         """
-        lost = await self.lost_samplers(model.spec.model_id) if model.spec.lora is None else []
-        if lost:
+        if lost := await self.lost_samplers(model.spec.model_id):
             await self.restore(model, [s.weights.version for s in lost])
 
     async def lost_samplers(self, model_id: str) -> list[Sampler]:
-        """Return the model's unnamed samplers whose weights are missing."""
-        mine = self.tenants.unnamed_samplers(model_id)
+        """Return the samplers of the model's unnamed versions whose weights are missing."""
+        mine = self.tenants.needed_samplers(model_id)
         return [s for s in mine if not await self.backend.has_sampler(s.weights)]
 
     async def _rebuild(

@@ -38,9 +38,9 @@ class Resumption:
                         await self._context.backend.delete_model(spec)
         self._context.capacity.begin(bases, residents)
         self._tasks.spawn(self._samples.presence.follow())
-        for sampler in list(tenants.samplers.values()):
-            if sampler.session_id is not None and sampler.session_id not in tenants.sessions:
-                await self._samples.retire(sampler)
+        await self._samples.retire(
+            [s for s in tenants.samplers.values() if s.session_id not in (None, *tenants.sessions)]
+        )
         for model_id, model in tenants.models.items():
             if model.ready:
                 self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from skyrl_actors.controller.ledger import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ledger
@@ -60,8 +60,6 @@ class Samples:
         for slots in self._slots.values():
             context.admin.mode.watch(slots.pause)
         self._sampling: dict[str, asyncio.Task[None]] = {}
-        # By version: retired samplers that still have unanswered samples.
-        self._leaving: Counter[str] = Counter()
         self._cancelled: dict[str, Failure] = {}  # by request id: its answer
         self.presence = Presence(self.tenants, lambda: context.admin.mode.mode == "draining")
 
@@ -105,7 +103,7 @@ class Samples:
         full = self.config.limits.full_sampler_versions
         keep = LORA_SAMPLER_VERSIONS if entry.weights.adapter else full
         for old in self.tenants.add_sampler(sampler, keep):
-            await self.retire(old)
+            await self._free(old)
 
     async def _run(self, op: Op, sampler: Sampler) -> None:
         named(op.request_id, sampler.sampler_id)
@@ -164,7 +162,7 @@ class Samples:
         sampler.users -= 1
         sampler.last_used = asyncio.get_running_loop().time()
         if sampler.retired and not sampler.users:
-            self._leaving[sampler.weights.version] -= 1
+            self.tenants.left(sampler)
             await self._free(sampler)
 
     async def _sampled(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
@@ -216,23 +214,24 @@ class Samples:
                 return False
         except StateLost:
             return True
-        async with self.replayer.progress[model.spec.model_id].lock:
-            if not await backend.has_sampler(sampler.weights):
-                await self.replayer.restore(model, (sampler.weights.version,))
+        model_id, progress = model.spec.model_id, self.replayer.progress
+        if model_id in progress:
+            async with progress[model_id].lock:
+                # An unload that came first has rebuilt them.
+                if model_id in progress and not await backend.has_sampler(sampler.weights):
+                    await self.replayer.restore(model, (sampler.weights.version,))
         return True
 
     async def retire_all_of(self, session_id: str) -> None:
-        for sampler in self.tenants.samplers_of(session_id):
+        ended = self.tenants.samplers_of(session_id)
+        for sampler in ended:
             self.queue.forget(sampler.sampler_id)
-            await self.retire(sampler)
+        await self.retire(ended)
 
-    async def retire(self, sampler: Sampler) -> None:
+    async def retire(self, samplers: Iterable[Sampler]) -> None:
         """Refuse new samples; free the weights when the last accepted sample is answered."""
-        self.tenants.remove_sampler(sampler.sampler_id)
-        sampler.retired = True
-        if sampler.users:
-            self._leaving[sampler.weights.version] += 1
-        else:
+        unused = [sampler for sampler in samplers if self.tenants.retire(sampler)]
+        for sampler in unused:
             await self._free(sampler)
 
     async def _free(self, sampler: Sampler) -> None:
@@ -240,15 +239,11 @@ class Samples:
         self.queue.forget(sampler.sampler_id)
         self.completions.forget(sampler.sampler_id)
         # Weights of named checkpoints have no parts: their files stay.
-        if sampler.weights.parts and not self._is_shared(sampler.weights.version):
+        if sampler.weights.parts and not self.tenants.has_version(sampler.weights.version):
             try:
                 await self.context.backend.drop_sampler(sampler.weights)
             except InternalError as error:
                 log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
-
-    def _is_shared(self, version: str) -> bool:
-        """Return whether another sampler has these weights, as samplers of one checkpoint do."""
-        return self._leaving[version] > 0 or self.tenants.has_version(version)
 
 
 def tokens_taken(request: rq.Sample, result: Result) -> int:

@@ -70,7 +70,8 @@ class TenantTable:
         # By live session: its retired samplers, and why.
         self._expired: dict[str, dict[str, str]] = {}
         self._unnamed: dict[str, OrderedDict[str, Sampler]] = {}  # by their model
-        self._of_version: Counter[str] = Counter()
+        self._leaving: dict[int, Sampler] = {}  # retired, with unanswered samples, by identity
+        self._of_version: Counter[str] = Counter()  # open and leaving ones
 
     def mark_active(self, session_id: str | None, now: float) -> None:
         """Record a sign of life of a client at loop time `now`, and of its session if live."""
@@ -122,16 +123,13 @@ class TenantTable:
         raise NotFound(f"unknown sampler {sampler_id!r}")
 
     def add_sampler(self, sampler: Sampler, keep: int) -> list[Sampler]:
-        """Add a sampler, and remove the model's oldest unnamed samplers beyond `keep`.
+        """Add a sampler, and retire the model's oldest unnamed samplers beyond `keep`.
 
-        Returns the removed ones, oldest first.
+        Returns those of them that no sample needs, oldest first.
         """
         self.put_sampler(sampler)
         mine = self.unnamed_samplers(sampler.owner or "")
-        dropped = mine[: max(0, len(mine) - keep)]
-        for old in dropped:
-            self.remove_sampler(old.sampler_id)
-        return dropped
+        return [old for old in mine[: max(0, len(mine) - keep)] if self.retire(old)]
 
     def put_sampler(self, sampler: Sampler) -> None:
         """Add a sampler, and remove none but an earlier one of this id."""
@@ -146,29 +144,51 @@ class TenantTable:
         """Return the open samplers of a model's unnamed versions, oldest first."""
         return list(self._unnamed[model_id].values()) if model_id in self._unnamed else []
 
+    def needed_samplers(self, model_id: str) -> list[Sampler]:
+        """Return the samplers of a model's unnamed versions that are open or still have samples."""
+        leaving = [s for s in self._leaving.values() if s.owner == model_id]
+        return leaving + self.unnamed_samplers(model_id)
+
     def has_version(self, version: str) -> bool:
-        """Return whether an open sampler has these weights."""
+        """Return whether a sampler that is open or still has samples has these weights."""
         return self._of_version[version] > 0
 
-    def remove_sampler(self, sampler_id: str) -> None:
-        """Remove a sampler, and keep the reason for later requests of its session."""
-        sampler = self._drop(sampler_id)
-        if sampler is not None and sampler.session_id is not None:
-            self._expired.setdefault(sampler_id.partition(":")[0], {})[sampler_id] = sampler.ended
+    def retire(self, sampler: Sampler) -> bool:
+        """Close a sampler, and keep the reason for later requests of its session.
 
-    def _drop(self, sampler_id: str) -> Sampler | None:
+        Returns True if no sample needs it. Otherwise `left` is called after its last one.
+        """
+        sampler_id, sampler.retired = sampler.sampler_id, True
+        if self._samplers.get(sampler_id) is sampler:
+            self._drop(sampler_id)
+            if sampler.session_id is not None:
+                expired = self._expired.setdefault(sampler_id.partition(":")[0], {})
+                expired[sampler_id] = sampler.ended
+        if sampler.users and id(sampler) not in self._leaving:
+            self._leaving[id(sampler)] = sampler
+            self._of_version[sampler.weights.version] += 1
+        return not sampler.users
+
+    def left(self, sampler: Sampler) -> None:
+        """Forget a retired sampler whose last sample was answered."""
+        if self._leaving.pop(id(sampler), None) is not None:
+            self._count_less(sampler.weights.version)
+
+    def _drop(self, sampler_id: str) -> None:
         sampler = self._samplers.pop(sampler_id, None)
         if sampler is None:
-            return None
-        self._of_version[sampler.weights.version] -= 1
-        if not self._of_version[sampler.weights.version]:
-            del self._of_version[sampler.weights.version]
+            return
+        self._count_less(sampler.weights.version)
         if sampler.owner is not None:
             mine = self._unnamed[sampler.owner]
             del mine[sampler_id]
             if not mine:
                 del self._unnamed[sampler.owner]
-        return sampler
+
+    def _count_less(self, version: str) -> None:
+        self._of_version[version] -= 1
+        if not self._of_version[version]:
+            del self._of_version[version]
 
     def forget_expired(self, session_id: str) -> None:
         """Forget the retired samplers of a session that ended."""

@@ -11,7 +11,7 @@ from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.config.restart import RestartConfig
-from skyrl_actors.controller import replay
+from skyrl_actors.controller import replay, samples
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Accepted
@@ -484,4 +484,47 @@ async def test_a_state_whose_operations_were_removed_is_not_rebuilt_without_them
     assert isinstance(
         await done(controller, await controller.submit(fork)), rs.Loaded | rs.ModelCreated
     )
+    await controller.close()
+
+
+@pytest.mark.parametrize("end", ["newer version", "session"])
+async def test_accepted_samples_of_a_retired_sampler_get_lost_weights_back(
+    simulated: Service, monkeypatch: pytest.MonkeyPatch, end: str
+):
+    monkeypatch.setattr(samples, "LORA_SAMPLER_VERSIONS", 1)
+    controller = await simulated.start()
+    backend = controller.backend
+    assert isinstance(backend, SimBackend)
+    model_id = await made(controller, "s1")
+    await done(controller, await controller.submit(batch(model_id, 1)))
+
+    async def saved(name: str) -> rs.Result:
+        request = rq.SaveForSampler(model_id=model_id, sampler_id=name)
+        return await done(controller, await controller.submit(request))
+
+    sample = rq.Sample(
+        sampler_id="s1:sample:0", prompt=(1,), params=rq.SamplingParams(max_tokens=4, seed=1)
+    )
+    await saved("s1:sample:0")
+    expected = await done(controller, await controller.submit(sample))
+    backend.devices.engine.clear()
+    request_id = await controller.submit(sample)
+    while not backend.in_use.total():
+        await asyncio.sleep(0.01)
+    if end == "session":
+        ending = asyncio.create_task(controller.finish_session("s1"))
+        while controller.tenants.samplers:
+            await asyncio.sleep(0.01)
+    else:
+        ending = asyncio.create_task(saved("s1:sample:1"))
+        await ending
+    simulated.machines.power_cut()
+    backend.devices.engine.set()
+    answer = await done(controller, request_id)
+    assert isinstance(answer, rs.SampleOutput) and isinstance(expected, rs.SampleOutput)
+    assert answer.sequences[0].tokens.tolist() == expected.sequences[0].tokens.tolist()
+    await ending
+    kept = {"export s1:train:0@2"} if end == "newer version" else set[str]()
+    while {name for name in simulated.machines.exports if name.startswith("export ")} != kept:
+        await asyncio.sleep(0.01)  # the others are freed after their last sample
     await controller.close()

@@ -28,7 +28,7 @@ class UnloadVerb(ModelVerb[Unload]):
             try:
                 await context.backend.delete_model(model.spec)
             except StateLost:  # restarted ranks do not hold the model
-                if any(s.owner == request.model_id for s in context.tenants.samplers.values()):
+                if context.tenants.needed_samplers(request.model_id):
                     raise  # the weights of its samplers are lost too, and are rebuilt first
         return Outcome(rs.Unloaded(request.model_id))
 
