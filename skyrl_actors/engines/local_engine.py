@@ -81,7 +81,7 @@ class LocalEngine(EngineReplica):
             retries.succeeded(new)
 
         def retry(version: str, error: Exception) -> float | None:
-            if isinstance(error, (StateLost, WeightsGone, UserError)):
+            if isinstance(error, (StateLost, WeightsGone, UserError)) or self.lock is not lock:
                 return None
             self._report(f"{self.name} was not given {version}: {error}")
             return retries.failed(version)
@@ -136,8 +136,6 @@ class LocalEngine(EngineReplica):
         )
         await self._ask([actor.start.remote(self.epoch)], "start", self.restart.start_timeout_s)
         self._report(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
-        self.lock = self._new_lock(BASE_VERSION)
-        self._begin_incarnation()
         self._watch()
 
     def _watch(self) -> None:
@@ -165,11 +163,11 @@ class LocalEngine(EngineReplica):
     ) -> R:
         name = method.__name__
         actor, rpc = self.actor, self._rpc
-        if actor is None or rpc is None or self.health == "DEAD":
+        if actor is None or rpc is None or self.health in ("DEAD", "STARTING"):
             raise PartDown(f"{self.name} is {self.health}: {self.reason}")
         try:
             if name in OVER_RPC:
-                return await self._call_rpc(rpc, name, *arguments, **named)
+                return await self._call_rpc(actor, rpc, name, *arguments, **named)
             ref = getattr(actor, name).remote(self.epoch, *arguments, **named)
             try:
                 return await self._ask([ref], name)
@@ -182,7 +180,9 @@ class LocalEngine(EngineReplica):
                 raise PartDown(f"{self.name} is restarting: {self.reason}") from None
             raise
 
-    async def _call_rpc(self, rpc: RpcClient, name: str, *arguments: Any, **named: Any) -> Any:
+    async def _call_rpc(
+        self, actor: ActorHandle[Any], rpc: RpcClient, name: str, *arguments: Any, **named: Any
+    ) -> Any:
         """Call the actor over its RPC connection.
 
         With engine.in_flight=keep the engine itself applies a sample's deadline, because only it
@@ -197,7 +197,7 @@ class LocalEngine(EngineReplica):
                         f"{name}: no answer within {self.restart.call_timeout_s:g} s "
                         f"from {self.name}"
                     )
-                await self.status()
+                await self._status_of(actor)
             return call.result()
         finally:
             if not call.cancel() and not call.cancelled():
@@ -212,8 +212,12 @@ class LocalEngine(EngineReplica):
         return RpcClient(find, EngineCalls)
 
     async def status(self) -> EngineStatus:
-        assert self.actor is not None
-        return await self._ask([self.actor.status.remote()], "status", STATUS_TIMEOUT_S)
+        if self.actor is None:
+            raise PartDown(f"{self.name} is {self.health}: {self.reason}")
+        return await self._status_of(self.actor)
+
+    async def _status_of(self, actor: ActorHandle[Any]) -> EngineStatus:
+        return await self._ask([actor.status.remote()], "status", STATUS_TIMEOUT_S)
 
     def lost(self, actor: ActorHandle[Any], reason: str) -> None:
         if actor is self.actor:
@@ -239,6 +243,9 @@ class LocalEngine(EngineReplica):
         await remote.end_named(self.site.actor_names)
         await self.site.available()
         self._step("again")
+        # Before the new process, which callers that waited for the old one must not reach.
+        self.actor, self._rpc, self.lock = None, None, self._new_lock(BASE_VERSION)
+        self._begin_incarnation()
         try:
             await self._start_and_join()
         except InternalError as error:

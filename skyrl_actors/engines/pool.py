@@ -30,7 +30,7 @@ from skyrl_actors.engines.local_engine import DROPPED, LocalEngine
 from skyrl_actors.engines.logprob_check import SCORING, LogprobCheck
 from skyrl_actors.engines.memory import EngineMemory
 from skyrl_actors.engines.own_engines import needs_own, why_none
-from skyrl_actors.engines.replica import EngineReplica
+from skyrl_actors.engines.replica import EngineReplica, Incarnation
 from skyrl_actors.engines.routing import affinity_key, choose, loads_of
 from skyrl_actors.engines.streamed import StreamedSamples
 from skyrl_actors.engines.versions import VersionTable, full_version, once
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class EnginePool:
-    """Route samples to the engines of one service and keep their weights current."""
+    """Route samples to engines and keep their weights current."""
 
     def __init__(
         self,
@@ -190,18 +190,16 @@ class EnginePool:
         Raises StateLost when the engine dies during the sample.
         """
         wanted = self.versions.register(weights)
-        able = [e for e in self.engines if e.health == "HEALTHY" and e.managed != outside]
+        able = [e for e in self._living() if e.managed != outside]
         engine = self._choose(able, prompt, weights)
-        engine.wanted, lock = wanted, engine.lock
+        engine.wanted, incarnation = wanted, engine.incarnation
         with engine.sampling():
-            async with lock.hold(wanted):
+            async with engine.lock.hold(wanted):
+                engine.check_incarnation(incarnation)
                 if weights.adapter:
                     await self._ensure_delivered(engine, weights.adapter)
-                if engine.lock is not lock:
-                    raise PartDown(
-                        f"{engine.name} was restarted while this sample waited for its weights"
-                    )
-                await self._check_logprobs(engine, request_id, weights)
+                await self._check_logprobs(engine, incarnation, request_id, weights)
+                engine.check_incarnation(incarnation)
                 if params.stream:
                     self.streamed.record(request_id, engine)
                 asked = replace(params, num_samples=1) if params.is_repeated else params
@@ -215,14 +213,16 @@ class EnginePool:
                     pictures,
                 )
         engine.worked()
-        return (
-            replace(output, sequences=output.sequences * params.num_samples)
-            if params.is_repeated
-            else output
-        )
+        if params.is_repeated:
+            return replace(output, sequences=output.sequences * params.num_samples)
+        return output
 
     async def _check_logprobs(
-        self, engine: EngineReplica, request_id: str, weights: SamplerWeights
+        self,
+        engine: EngineReplica,
+        incarnation: Incarnation,
+        request_id: str,
+        weights: SamplerWeights,
     ) -> None:
         """Check the engine's logprobs once for each version, before its first answer.
 
@@ -235,6 +235,7 @@ class EnginePool:
             return  # engines by URL get no images
 
         async def check() -> None:
+            engine.check_incarnation(incarnation)
             scored = await engine.ask(
                 EngineProcess.sample,
                 request_id + CHECK,
@@ -246,14 +247,14 @@ class EnginePool:
             )
             self.logprob_check.compare(engine.name, weights, scored)
 
-        await once(self.versions[weights.version].checks, engine.incarnation, check)
+        await once(self.versions[weights.version].checks, incarnation, check)
 
     async def learn_check_prompt(self) -> None:
         """Take the logprob check's prompt from an engine, unless it is known or the check is off.
 
         Engines of this service made theirs at their start. One by URL generates it now.
         """
-        living = self.living_own() if self.has_own else self._living()
+        living = self._living(managed=self.has_own)
         if living and self.logprob_check.wants_prompt:
             with suppress(InternalError):  # later versions are compared
                 self.logprob_check.prompt = await self._check_prompt(living[0])
@@ -280,9 +281,8 @@ class EnginePool:
                 pass
 
         empty = [e for e in self.living_own() if e.lock.state == DROPPED and not e.lock.busy]
-        loads = await asyncio.gather(*map(load, empty), return_exceptions=True)
-        for error in loads:
-            if isinstance(error, BaseException):
+        for error in await asyncio.gather(*map(load, empty), return_exceptions=True):
+            if error is not None:
                 raise error
 
     def needless(self) -> tuple[str, ...]:
@@ -301,7 +301,7 @@ class EnginePool:
         )
 
     async def drop(self, weights: SamplerWeights) -> None:
-        """Remove a version from the pool; the caller frees its files."""
+        """Remove a version; the caller frees its files."""
         self.versions.drop(weights.version)
         for engine in self.engines:
             if engine.wanted == weights.version:
@@ -355,8 +355,8 @@ class EnginePool:
 
     async def _load(self, engine: EngineReplica, version: str) -> None:
         started = time.perf_counter()
-        entry = self.versions[version]
-        entry.checks.pop(engine.incarnation, None)  # every load is compared again
+        entry, incarnation = self.versions[version], engine.incarnation
+        entry.checks.pop(incarnation, None)  # every load is compared again
         # A version that was let go and is loaded again must be written when its weights change.
         entry.loaded = False
         streams: tuple[WeightStream | None, ...] = ()
@@ -367,6 +367,7 @@ class EnginePool:
             raise WeightsGone(f"{version} was dropped")
         else:
             streams = tuple([await self._ensure_delivered(engine, part) for part in parts])
+        engine.check_incarnation(incarnation)
         await engine.ask(EngineProcess.load_full, version, parts, streams)
         entry.loaded = True
         took = time.perf_counter() - started
@@ -380,6 +381,7 @@ class EnginePool:
         A stream serves one load, so it is opened again for each load.
         """
         deliveries = self.versions[manifest.version].deliveries
+        incarnation, actor = engine.incarnation, engine.actor
 
         def possible() -> int:
             return sum(e.lock.state != manifest.version for e in self.living_own())
@@ -387,16 +389,16 @@ class EnginePool:
         async def deliver() -> WeightStream | None:
             began = time.perf_counter()
             stream = await self._deliver(
-                manifest, engine.actor, engine.place, possible, self.load_times.pause_s
+                manifest, actor, engine.place, possible, self.load_times.pause_s
             )
             if manifest.kind == "lora":  # vLLM loads it with its first sample
                 took, what = time.perf_counter() - began, f"{manifest.version} to {engine.name}"
                 record_transfer(what, took, manifest.num_bytes)
             return stream
 
-        stream = await once(deliveries, engine.incarnation, deliver)
+        stream = await once(deliveries, incarnation, deliver)
         if stream is not None:
-            deliveries.pop(engine.incarnation, None)
+            deliveries.pop(incarnation, None)
         return stream
 
     async def _each(self, work: Callable[[EngineReplica], Awaitable[Any]]) -> None:

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
+from skyrl_actors.messages.errors import PartDown
 from skyrl_actors.supervision.supervisor import Supervisor
 from skyrl_actors.transfer.transport import EnginePlace
 
@@ -72,6 +73,11 @@ class EngineReplica(Supervisor):
         """Forget what the engine had before this start."""
         name, number = self.incarnation
         self.incarnation = (name, number + 1)
+
+    def check_incarnation(self, incarnation: Incarnation) -> None:
+        """Raise PartDown if the engine was started again, and has nothing of an earlier start."""
+        if incarnation != self.incarnation:
+            raise PartDown(f"{self.name} was restarted while this call waited")
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new samples; running ones may end within `timeout_s`."""

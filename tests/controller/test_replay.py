@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -487,6 +489,12 @@ async def test_a_state_whose_operations_were_removed_is_not_rebuilt_without_them
     await controller.close()
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("end", ["newer version", "session"])
 async def test_accepted_samples_of_a_retired_sampler_get_lost_weights_back(
     simulated: Service, monkeypatch: pytest.MonkeyPatch, end: str
@@ -509,12 +517,10 @@ async def test_accepted_samples_of_a_retired_sampler_get_lost_weights_back(
     expected = await done(controller, await controller.submit(sample))
     backend.devices.engine.clear()
     request_id = await controller.submit(sample)
-    while not backend.in_use.total():
-        await asyncio.sleep(0.01)
+    await until(lambda: backend.in_use.total())
     if end == "session":
         ending = asyncio.create_task(controller.finish_session("s1"))
-        while controller.tenants.samplers:
-            await asyncio.sleep(0.01)
+        await until(lambda: not controller.tenants.samplers)
     else:
         ending = asyncio.create_task(saved("s1:sample:1"))
         await ending
@@ -525,6 +531,6 @@ async def test_accepted_samples_of_a_retired_sampler_get_lost_weights_back(
     assert answer.sequences[0].tokens.tolist() == expected.sequences[0].tokens.tolist()
     await ending
     kept = {"export s1:train:0@2"} if end == "newer version" else set[str]()
-    while {name for name in simulated.machines.exports if name.startswith("export ")} != kept:
-        await asyncio.sleep(0.01)  # the others are freed after their last sample
+    exports = simulated.machines.exports  # freed after the last sample
+    await until(lambda: {name for name in exports if name.startswith("export ")} == kept)
     await controller.close()
