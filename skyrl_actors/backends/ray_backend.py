@@ -318,8 +318,10 @@ class RayBackend:
         return await asyncio.to_thread(opened)
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
-        await self.parts.engines.drop(weights)
-        await self.parts.delivery.discard(weights, self.parts.engines.actors)
+        try:
+            await self.parts.engines.drop(weights)
+        finally:
+            await self.parts.delivery.discard(weights, self.parts.engines.actors)
 
     async def sample(
         self,

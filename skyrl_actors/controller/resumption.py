@@ -41,6 +41,7 @@ class Resumption:
         await self._samples.retire(
             [s for s in tenants.samplers.values() if s.session_id not in (None, *tenants.sessions)]
         )
+        self._tasks.spawn(self._samples.free_left())
         for model_id, model in tenants.models.items():
             if model.ready:
                 self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))

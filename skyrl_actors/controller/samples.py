@@ -27,6 +27,7 @@ from skyrl_actors.messages.errors import (
 )
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Failure, Result, SampleOutput
+from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
@@ -238,12 +239,21 @@ class Samples:
         await self.ledger.write_until_stored(SamplerRetired(sampler.sampler_id))
         self.queue.forget(sampler.sampler_id)
         self.completions.forget(sampler.sampler_id)
+        await self._drop(sampler.weights)
+
+    async def free_left(self) -> None:
+        """Free weights of retired samplers again: a killed controller may have left their files."""
+        for weights in await self.replayer.journal.retired_weights():
+            await self._drop(weights)
+
+    async def _drop(self, weights: SamplerWeights) -> None:
+        """Free weights that no other sampler has, as samplers of one checkpoint do."""
         # Weights of named checkpoints have no parts: their files stay.
-        if sampler.weights.parts and not self.tenants.has_version(sampler.weights.version):
+        if weights.parts and not self.tenants.has_version(weights.version):
             try:
-                await self.context.backend.drop_sampler(sampler.weights)
+                await self.context.backend.drop_sampler(weights)
             except InternalError as error:
-                log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
+                log.warning("files of version %s were not freed: %s", weights.version, error)
 
 
 def tokens_taken(request: rq.Sample, result: Result) -> int:

@@ -43,6 +43,7 @@ from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 from skyrl_actors.messages.usage import Usage
+from skyrl_actors.messages.weights import SamplerWeights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -205,6 +206,9 @@ class SqlJournal:
 
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         return await self._read(self.store.snapshots, model_id)
+
+    async def retired_weights(self) -> list[SamplerWeights]:
+        return await self._read(self.store.retired_weights)
 
     async def stage_snapshot(self, model_id: str, number: int) -> Path:
         try:

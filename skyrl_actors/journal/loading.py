@@ -24,6 +24,7 @@ from skyrl_actors.journal.rows import operation_of
 from skyrl_actors.messages.keys import ACCESSES, AuditEntry, StoredKey
 from skyrl_actors.messages.operating import MODES, Mode
 from skyrl_actors.messages.usage import OwnerQuota, Quota
+from skyrl_actors.messages.weights import SamplerWeights
 
 RECENT = 10_000
 LIVE = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
@@ -203,3 +204,9 @@ def newest_answered(
         rows = connection.execute(query.order_by(OP.number.desc()).limit(limit))
         found += [operation_of(row) for row in rows]
     return sorted(found, key=lambda op: op.number)
+
+
+def retired_weights(connection: sa.Connection) -> list[SamplerWeights]:
+    """Return the weights of retired samplers whose rows were not removed yet."""
+    rows = connection.execute(sa.select(t.samplers.c.weights).where(t.samplers.c.retired))
+    return [from_json(row.weights) for row in rows]

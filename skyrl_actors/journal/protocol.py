@@ -8,6 +8,7 @@ from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 from skyrl_actors.messages.usage import Usage
+from skyrl_actors.messages.weights import SamplerWeights
 
 
 class Journal(Protocol):
@@ -77,6 +78,10 @@ class Journal(Protocol):
 
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         """Return a model's snapshots, newest first."""
+        ...
+
+    async def retired_weights(self) -> list[SamplerWeights]:
+        """Return the weights of retired samplers, until a sweep removes their rows."""
         ...
 
     async def stage_snapshot(self, model_id: str, number: int) -> Path:

@@ -26,11 +26,12 @@ from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import UNENCODABLE, encode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.kinds import Kinds
-from skyrl_actors.journal.loading import load, newest_answered
+from skyrl_actors.journal.loading import load, newest_answered, retired_weights
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
 from skyrl_actors.journal.rows import operation_of, record_of, statements
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.weights import SamplerWeights
 
 log = logging.getLogger(__name__)
 # Locked: a running commit holds this row, so its outcome is known only when the row is free.
@@ -311,6 +312,11 @@ class Store:
         """
         found, self._suspects = self._suspects, set()
         return self.packs.names() if found is None else sorted(found)
+
+    def retired_weights(self) -> list[SamplerWeights]:
+        """Return the weights of retired samplers, until a sweep removes their rows."""
+        with self.engine.connect() as connection:
+            return retired_weights(connection)
 
     def oldest_sampler(self, model_id: str) -> int | None:
         """Return the operation that saved a model's oldest unnamed version with an open sampler."""

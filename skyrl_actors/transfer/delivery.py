@@ -1,5 +1,6 @@
 """Bring published versions from the policy's ranks to engines, and free them again."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ class Delivery:
         self._policy = policy
         self._folder = str(folder)
         self._rounds = Rounds(self._deliver)
+        self._left: deque[WeightManifest] = deque()  # to be freed
 
     async def deliver(
         self,
@@ -57,7 +59,16 @@ class Delivery:
         return await self.transfer.deliver(manifest, self._policy.group, engines)
 
     async def discard(self, weights: SamplerWeights, engines: list[ActorHandle[Any]]) -> None:
-        """Free what was written for a version. Files of named checkpoints stay."""
-        for part in weights.parts:
-            if part.path.startswith(self._folder):
-                await self.transfer.discard(part, await self._policy.up(), engines)
+        """Free what was written for a version. Files of named checkpoints stay.
+
+        This does not wait for a restarting group, which may need devices that the caller's base
+        model does not have. What is not freed now is freed with a later version.
+        """
+        self._left.extend(part for part in weights.parts if part.path.startswith(self._folder))
+        while self._left and self._policy.group is not None and self._policy.down is None:
+            part = self._left.popleft()
+            try:
+                await self.transfer.discard(part, self._policy.group, engines)
+            except BaseException:
+                self._left.append(part)
+                raise

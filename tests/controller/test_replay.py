@@ -25,6 +25,7 @@ from skyrl_actors.messages.errors import Conflict, InvalidRequest, NotFound, Una
 from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.observe.counts import COUNTS
 from tests.simulation.backend import Machines, SimBackend
 from tests.simulation.journal import Disk
@@ -533,4 +534,32 @@ async def test_accepted_samples_of_a_retired_sampler_get_lost_weights_back(
     kept = {"export s1:train:0@2"} if end == "newer version" else set[str]()
     exports = simulated.machines.exports  # freed after the last sample
     await until(lambda: {name for name in exports if name.startswith("export ")} == kept)
+    await controller.close()
+
+
+async def test_files_of_retired_samplers_that_a_killed_controller_left_are_removed(
+    simulated: Service, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(samples, "LORA_SAMPLER_VERSIONS", 1)
+    controller = await simulated.start()
+    backend = controller.backend
+    assert isinstance(backend, SimBackend)
+    model_id = await made(controller, "s1")
+
+    async def nothing(weights: SamplerWeights) -> None: ...
+
+    backend.drop_sampler = nothing  # type: ignore[method-assign]  # killed before it began
+    for name in ("s1:sample:0", "s1:sample:1"):
+        request = rq.SaveForSampler(model_id=model_id, sampler_id=name)
+        await done(controller, await controller.submit(request))
+    exports = simulated.machines.exports
+    of_first, of_second = sorted(name for name in exports if name.startswith("export "))
+    await controller.close()
+    controller = await simulated.start()
+    await until(lambda: of_first not in exports)
+    sample = rq.Sample(
+        sampler_id="s1:sample:1", prompt=(1,), params=rq.SamplingParams(max_tokens=4, seed=1)
+    )
+    assert isinstance(await done(controller, await controller.submit(sample)), rs.SampleOutput)
+    assert of_second in exports
     await controller.close()

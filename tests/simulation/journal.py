@@ -36,6 +36,7 @@ from skyrl_actors.messages.operating import Mode
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 from skyrl_actors.messages.usage import OwnerQuota, Usage
+from skyrl_actors.messages.weights import SamplerWeights
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Disk:
     sessions: dict[str, SessionOpened] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     samplers: dict[str, SamplerOpened] = field(default_factory=dict)
+    retired: list[SamplerWeights] = field(default_factory=list)
     snapshots: dict[tuple[str, int], SnapshotTaken] = field(default_factory=dict)
     files: dict[str, object] = field(default_factory=dict)  # written by ranks, by folder
     keys: dict[str, StoredKey] = field(default_factory=dict)
@@ -97,7 +99,8 @@ class Disk:
         elif isinstance(entry, SamplerOpened):
             self.samplers[entry.sampler_id] = entry
         elif isinstance(entry, SamplerRetired):
-            self.samplers.pop(entry.sampler_id, None)
+            retired = self.samplers.pop(entry.sampler_id, None)
+            self.retired += [retired.weights] if retired else []
         elif isinstance(entry, SnapshotTaken):
             self.snapshots[entry.model_id, entry.number] = entry
         elif isinstance(entry, KeyStored):
@@ -261,6 +264,10 @@ class SimJournal:
         await self._pass_time()
         mine = [s for s in self.disk.snapshots.values() if s.model_id == model_id]
         return sorted(mine, key=lambda s: -s.number)
+
+    async def retired_weights(self) -> list[SamplerWeights]:
+        await self._pass_time()
+        return list(self.disk.retired)
 
     async def stage_snapshot(self, model_id: str, number: int) -> Path:
         await self._pass_time()

@@ -1,0 +1,82 @@
+"""Files of dropped versions are freed at once, or later if ranks restart; nobody waits for them."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from skyrl_actors.transfer.delivery import Delivery
+from skyrl_actors.transfer.files import FileTransfer
+
+FOLDER = Path("/weights")
+
+
+class Ranks:
+    """Ranks that record what they delete. `fault` is raised instead."""
+
+    def __init__(self) -> None:
+        self.deleted: list[str] = []
+        self.fault: InternalError | None = None
+
+    async def discard_export(self, path: str) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.deleted.append(path)
+
+
+def version(name: str, folder: Path = FOLDER) -> SamplerWeights:
+    part = WeightManifest(version=name, kind="lora", path=f"{folder}/{name}", num_bytes=8)
+    return SamplerWeights(version=name, parts=(part,))
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+@pytest.fixture
+def group(ranks: Ranks) -> Any:
+    """A supervisor whose restart takes for ever."""
+
+    async def up() -> Any:
+        await asyncio.Event().wait()
+
+    return SimpleNamespace(group=ranks, down=None, name="the policy group", up=up)
+
+
+async def test_files_of_a_version_are_freed_and_those_of_checkpoints_are_not(
+    ranks: Ranks, group: Any
+):
+    delivery = Delivery(FileTransfer(FOLDER, False), group, FOLDER)
+    await delivery.discard(version("v1"), [])
+    await delivery.discard(version("named", Path("/checkpoints")), [])
+    assert ranks.deleted == ["/weights/v1"]
+
+
+async def test_a_version_that_is_dropped_while_ranks_restart_is_freed_with_a_later_one(
+    ranks: Ranks, group: Any
+):
+    delivery = Delivery(FileTransfer(FOLDER, False), group, FOLDER)
+    group.down = "a rank died"
+    async with asyncio.timeout(5):
+        await delivery.discard(version("v1"), [])
+        group.group = None
+        await delivery.discard(version("v2"), [])
+    assert not ranks.deleted
+    group.group, group.down = ranks, None
+    await delivery.discard(version("v3"), [])
+    assert ranks.deleted == ["/weights/v1", "/weights/v2", "/weights/v3"]
+
+
+async def test_a_version_whose_ranks_die_meanwhile_is_freed_later(ranks: Ranks, group: Any):
+    delivery = Delivery(FileTransfer(FOLDER, False), group, FOLDER)
+    ranks.fault = StateLost("a rank died")
+    with pytest.raises(StateLost):
+        await delivery.discard(version("v1"), [])
+    ranks.fault = None
+    await delivery.discard(version("v2"), [])
+    assert sorted(ranks.deleted) == ["/weights/v1", "/weights/v2"]
