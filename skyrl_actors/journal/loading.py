@@ -31,6 +31,15 @@ LIVE = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
 OP = t.operations.c
 
 
+def drop_unanswered(connection: sa.Connection) -> None:
+    """Forget snapshots that were taken after an operation and before its answer.
+
+    Such an operation read files. It runs again, may fail now, and must then have changed nothing.
+    """
+    unanswered = sa.select(OP.number).where(t.OWED)
+    connection.execute(sa.delete(t.snapshots).where(t.snapshots.c.number.in_(unanswered)))
+
+
 def load(connection: sa.Connection, kinds: Kinds, epoch: int) -> JournalState:
     """Load all open sessions, samplers, models and unanswered requests."""
     last = connection.execute(sa.select(sa.func.max(OP.number))).scalar() or 0

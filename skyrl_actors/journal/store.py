@@ -26,7 +26,12 @@ from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import UNENCODABLE, encode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.kinds import Kinds
-from skyrl_actors.journal.loading import load, newest_answered, retired_weights
+from skyrl_actors.journal.loading import (
+    drop_unanswered,
+    load,
+    newest_answered,
+    retired_weights,
+)
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
 from skyrl_actors.journal.rows import operation_of, record_of, statements
@@ -104,6 +109,7 @@ class Store:
             for name, value in (("holder", holder), ("commit", self._token)):
                 connection.execute(sa.delete(t.info).where(key == name))
                 connection.execute(sa.insert(t.info).values(key=name, value=value))
+            drop_unanswered(connection)
             return load(connection, kinds, self.epoch)
 
     def write(self, entries: Sequence[Entry]) -> None:

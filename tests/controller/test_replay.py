@@ -1,8 +1,11 @@
 """A controller with a real journal and simulated ranks: damaged files, restarts, lost state."""
 
 import asyncio
+import json
 import random
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.controller import replay, samples
+from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Accepted
@@ -562,4 +566,60 @@ async def test_files_of_retired_samplers_that_a_killed_controller_left_are_remov
     )
     assert isinstance(await done(controller, await controller.submit(sample)), rs.SampleOutput)
     assert of_second in exports
+    await controller.close()
+
+
+@pytest.mark.parametrize("ranks", ["die too", "go on"])
+async def test_a_load_that_fails_after_a_kill_has_changed_nothing(simulated: Service, ranks: str):
+    """The kill comes between the snapshot of the loaded state and the answer."""
+    controller = await simulated.start()
+    model_id = await made(controller, "s1")
+    assert simulated.machines.rank is not None
+    apply = simulated.machines.rank.worker.save
+
+    def on_disk(model_id: str, folder: str, mark: str) -> None:
+        Path(folder).mkdir(parents=True)
+        spec = controller.tenants.models[model_id].spec
+        (Path(folder) / SPEC_FILE).write_text(json.dumps(asdict(spec)))
+        (Path(folder) / SAVED_BY).write_text(mark)
+        apply(model_id, folder, mark)
+
+    simulated.machines.rank.worker.save = on_disk  # type: ignore[method-assign]
+    save = rq.SaveWeights(model_id=model_id, name="old")
+    saved = await done(controller, await controller.submit(save))
+    assert isinstance(saved, rs.Saved)
+    await done(controller, await controller.submit(batch(model_id, 1)))
+    await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
+
+    def weights() -> str:
+        assert simulated.machines.rank is not None
+        return simulated.machines.rank.worker.states[model_id].weights
+
+    trained = weights()
+
+    async def killed(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    controller._ledger.answer = killed  # type: ignore[method-assign]
+    request_id = await controller.submit(
+        rq.LoadWeights(model_id=model_id, path=saved.path, with_optimizer=False)
+    )
+    journal = controller.journal
+    assert isinstance(journal, SqlJournal)
+    loaded = await journal.find(request_id)
+    assert loaded is not None
+    async with asyncio.timeout(30):
+        while loaded.number not in [s.number for s in await journal.snapshots(model_id)]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert weights() != trained
+    await controller.close()
+    if ranks == "die too":
+        simulated.machines.kill_rank()
+    shutil.rmtree(saved.folder)
+    controller = await simulated.start()
+    failed = await done(controller, request_id)
+    assert isinstance(failed, rs.Failure) and "old" in failed.message
+    look = replace(batch(model_id, 2), forward_only=True)
+    assert isinstance(await done(controller, await controller.submit(look)), rs.LossOutput)
+    assert weights() == trained
     await controller.close()

@@ -148,6 +148,9 @@ class SimJournal:
         live = [s for s in disk.sessions.values() if s.session_id not in disk.ended]
         names = {s.session_id for s in live}
         owed = [op for op in disk.operations.values() if op.answered_at is None]
+        numbers = {op.number for op in owed}
+        for key in [key for key in disk.snapshots if key[1] in numbers]:
+            del disk.snapshots[key]
         snapshots = {s.model_id: s for s in sorted(disk.snapshots.values(), key=lambda s: s.number)}
         created = [
             op
