@@ -29,6 +29,7 @@ from skyrl_actors.api import (
 )
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
+from skyrl_actors.api.cpu_bound import OWNER
 from skyrl_actors.api.error_bodies import HOSTED, error_answer
 from skyrl_actors.api.state import ARCHIVES, PATIENCE_S, ApiState, shown, state_of
 from skyrl_actors.api.tokens import grant_of_credential
@@ -212,6 +213,7 @@ class Guard:
                 await busy(scope, receive, send)
                 return
             scope.setdefault("state", {}).update(caller=caller, body_lease=lease)
+            OWNER.set(caller.owner or "")
             bounded = BoundedBody(scope["path"], receive, send, limit)
             try:
                 await self.app(scope, bounded.receive, bounded.send)

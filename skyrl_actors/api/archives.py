@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyrl_actors.config.cluster import HttpConfig
+from skyrl_actors.controller.checkpoints import NOTES
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.paths import TinkerPath
 
@@ -99,8 +100,11 @@ def check(secret: bytes, path: TinkerPath, expires: int, given: str, file: str =
 
 
 def tar(folder: Path) -> Iterator[bytes]:
-    """Yield a tar archive of a checkpoint's files, which are at its top as in hosted Tinker's."""
-    for file in sorted(folder.iterdir()):
+    """Yield a tar archive of a checkpoint's files, which are at its top as in hosted Tinker's.
+
+    Notes are left out: the link may be to a published checkpoint of another tenant.
+    """
+    for file in sorted(file for file in folder.iterdir() if file.name not in NOTES):
         info = tarfile.TarInfo(file.name)
         status = file.stat()
         info.size, info.mtime = status.st_size, int(status.st_mtime)

@@ -23,7 +23,11 @@ Raises InvalidRequest.
 """
 
 
-def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
+def unchecked(body: Any, most_tokens: int, most_prompts: int) -> None:
+    """Check nothing more than the body's fields."""
+
+
+def body_of(model: type[M], check: Check = unchecked) -> Callable[[Request], Awaitable[M]]:
     """Return a dependency that reads the JSON body as `model`.
 
     A large body is parsed and checked outside the event loop, so that a body that is too long never

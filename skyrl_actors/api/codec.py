@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import zstandard
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from skyrl_actors.api import schema
+from skyrl_actors.api.compression import BodyTooLarge
 from skyrl_actors.api.pictures import PictureReader, Row
 from skyrl_actors.config.limits import LimitsConfig
-from skyrl_actors.messages.columns import columns_from
+from skyrl_actors.messages.columns import check_num_datums, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.images import Picture
@@ -34,35 +34,6 @@ DTYPES = {
 SERVED = "only text tokens and images are served"
 
 
-class BodyTooLarge(InvalidRequest):
-    """A body, or its decoded content, exceeds a limit."""
-
-    status = 413
-
-
-def decompressed_bytes(body: bytes, limit: int) -> int:
-    """Return how many bytes `decompress` makes of a body: `limit` if the body does not say."""
-    try:
-        size = zstandard.frame_content_size(body)
-    except zstandard.ZstdError:
-        return 0  # it will be refused
-    return limit if size < 0 else min(size, limit)
-
-
-def decompress(body: bytes, limit: int) -> bytes:
-    """Decompress zstd up to `limit` bytes. Raises BodyTooLarge or InvalidRequest."""
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise InvalidRequest(f"the body is not valid zstd: {error}") from None
-    if len(plain) > limit:
-        raise BodyTooLarge(
-            f"the decompressed body has more than {limit} bytes; at most {limit} are allowed"
-        )
-    return plain
-
-
 class _ModelOfBody(msgspec.Struct):
     model_id: str = ""
 
@@ -80,17 +51,16 @@ def model_id_in(body: bytes, is_proto: bool) -> str:
 def forward_backward_from_proto(
     body: bytes, limit: int = 2**31, reader: PictureReader | None = None
 ) -> ForwardBackward:
-    """Decode the protobuf body of /forward_backward (SDK 0.25 and later)."""
+    """Decode the protobuf of /forward_backward (SDK 0.25 and later)."""
     reader = reader or PictureReader(None, LimitsConfig())
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequest(f"the body is not a ForwardBackwardRequest: {error}") from None
+    check_num_datums(len(message.data))
     bound = SparseBound(limit)
-    examples = [
-        _example_from_proto(i, datum, bound, reader) for i, datum in enumerate(message.data)
-    ]
+    examples = [_example_from_proto(i, d, bound, reader) for i, d in enumerate(message.data)]
     config: dict[str, Any] = dict(message.loss_fn_config)
     config |= {
         key: getattr(v, v.WhichOneof("kind") or "number")
@@ -159,7 +129,7 @@ def _shaped(flat: NDArray[Any], shape: Sequence[int], what: str) -> NDArray[Any]
 
 
 class SparseBound:
-    """Convert CSR matrices to dense ones; all of one request may have `limit` bytes together."""
+    """Convert CSR matrices to dense ones; all of a request may have `limit` bytes."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -204,7 +174,7 @@ def forward_backward_from_json(
     limit: int = 2**31,
     reader: PictureReader | None = None,
 ) -> ForwardBackward:
-    """Decode the JSON body of /forward_backward or /forward (SDKs before 0.25)."""
+    """Decode the JSON of /forward_backward or /forward (SDKs before 0.25)."""
     reader = reader or PictureReader(None, LimitsConfig())
     content = body.get("forward_input" if forward_only else "forward_backward_input")
     if not is_mapping(content) or not isinstance(body.get("model_id"), str):
@@ -215,6 +185,7 @@ def forward_backward_from_json(
     data = content.get("data")
     if not is_array(data) or not isinstance(content.get("loss_fn"), str):
         raise InvalidRequest("the input needs data (a list) and loss_fn (a string)")
+    check_num_datums(len(data))
     bound = SparseBound(limit)
     examples = [_example_from_json(i, datum, bound, reader) for i, datum in enumerate(data)]
     config, seq_id = content.get("loss_fn_config") or dict[str, Any](), body.get("seq_id")

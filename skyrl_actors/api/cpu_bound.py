@@ -5,21 +5,28 @@ releases the lock, so a thread does not help.
 """
 
 import os
+import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import anyio
 from anyio import to_process, to_thread
 from anyio.lowlevel import RunVar
 
+from skyrl_actors.fair_slots import FairSlots
 from skyrl_actors.messages.errors import Unavailable
 
 R = TypeVar("R")
+T = TypeVar("T")
 THREAD_BYTES = 128 * 2**10  # smaller inputs take well under 1 ms, on the event loop
 PROCESS_BYTES = 2**20  # smaller inputs are handled in a thread
 DEADLINE_S = 40.0
 NICENESS = 10
 THREADS = 2  # more would only compete for the interpreter lock
+USUAL_MS = 1000  # of a large request; how long it really took is counted when it ends
+OWNER: ContextVar[str] = ContextVar("owner of the API key of this request", default="")
+_turns: RunVar[FairSlots] = RunVar("turns of large requests")
 _processes: RunVar[anyio.CapacityLimiter] = RunVar("processes of large requests")
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("threads of large requests")
 
@@ -27,15 +34,21 @@ _threads: RunVar[anyio.CapacityLimiter] = RunVar("threads of large requests")
 async def run_in_process(function: Callable[..., R], *arguments: Any) -> R:
     """Run a module-level function in a worker process, one at a time.
 
-    Arguments and result are pickled. Raises the function's errors, and Unavailable when the process
-    died or took more than DEADLINE_S.
+    The owners of API keys share its time fairly. Arguments and result are pickled. Raises the
+    function's errors, and Unavailable when the process died or took more than DEADLINE_S.
     """
-    limiter = _of_this_loop(_processes, 1)
+    limiter = _of_this_loop(_processes, lambda: anyio.CapacityLimiter(1))
+    turns = _of_this_loop(_turns, lambda: FairSlots(1))
     try:
         with anyio.fail_after(DEADLINE_S):
-            return await to_process.run_sync(
-                _with_low_priority, function, arguments, cancellable=True, limiter=limiter
-            )
+            async with turns.hold(OWNER.get(), 1, USUAL_MS) as place:
+                began = time.monotonic()
+                try:
+                    return await to_process.run_sync(
+                        _with_low_priority, function, arguments, cancellable=True, limiter=limiter
+                    )
+                finally:
+                    place.tokens = 1 + int(1000 * (time.monotonic() - began))
     except TimeoutError:
         raise Unavailable(
             f"other large requests took more than {DEADLINE_S:.0f} s; try again later"
@@ -52,7 +65,8 @@ def _with_low_priority(function: Callable[..., R], arguments: tuple[Any, ...]) -
 
 async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
     """Run the function in one of THREADS worker threads."""
-    return await to_thread.run_sync(function, *arguments, limiter=_of_this_loop(_threads, THREADS))
+    limiter = _of_this_loop(_threads, lambda: anyio.CapacityLimiter(THREADS))
+    return await to_thread.run_sync(function, *arguments, limiter=limiter)
 
 
 async def run_sized(num_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
@@ -64,9 +78,9 @@ async def run_sized(num_bytes: int, function: Callable[..., R], *arguments: Any)
     return function(*arguments)
 
 
-def _of_this_loop(variable: RunVar[anyio.CapacityLimiter], most: int) -> anyio.CapacityLimiter:
-    limiter = variable.get(None)
-    if limiter is None:
-        limiter = anyio.CapacityLimiter(most)
-        variable.set(limiter)
-    return limiter
+def _of_this_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
+    found = variable.get(None)
+    if found is None:
+        found = make()
+        variable.set(found)
+    return found

@@ -10,6 +10,10 @@ from skyrl_actors.api.openai_tools import called
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.results import Sequence as Sampled
 
+FEW_TOKENS = 1000  # are handled on the event loop
+TEXT_BYTES = 8  # of a token's text
+LOGPROB_BYTES = 100  # of a token's text, logprob and bytes as JSON
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
@@ -23,6 +27,10 @@ class Form:
     with_logprobs: bool
     echo: bool = False  # answers begin with their prompts
     only_echo: bool = False  # and have nothing else
+
+    def rendered_bytes(self, num_tokens: int, topk: int) -> int:
+        """Return the most bytes of JSON that this many tokens usually have. `topk`: logprobs."""
+        return num_tokens * (LOGPROB_BYTES * (1 + topk) if self.with_logprobs else TEXT_BYTES)
 
     @property
     def is_chat(self) -> bool:

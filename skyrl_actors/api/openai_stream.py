@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_actors.api import openai_answers as answers
+from skyrl_actors.api.cpu_bound import run_in_thread
 from skyrl_actors.api.openai_answers import Form
 from skyrl_actors.api.openai_text import GrowingText
 from skyrl_actors.api.requested import RequestedSamples
@@ -16,6 +17,7 @@ from skyrl_actors.messages.results import Failure, PartialSample, SampleOutput
 
 Chunk = tuple[dict[str, Any], int]  # and the number of its tokens
 Chunks = AsyncGenerator[Chunk | Failure, None]
+R = TypeVar("R")
 
 
 async def as_events(
@@ -33,7 +35,7 @@ async def as_events(
                 break
             content, tokens = found
             generated += tokens
-            yield _event(content)
+            yield await _apart(tokens, _event, content)
         else:
             if prompt_tokens is not None:
                 yield _event(answers.usage_chunk(form, prompt_tokens, generated))
@@ -88,9 +90,10 @@ async def _choice(
         part = news if isinstance(news, PartialSample) else _rest(news, have)
         have += len(part.tokens)
         reason = news.sequences[0].stop_reason if isinstance(news, SampleOutput) else None
-        new = text.more(part.tokens, last=reason is not None)
-        if part.tokens or reason:
-            yield answers.chunk(form, index, new, part, reason), len(part.tokens)
+        count = len(part.tokens)
+        new = await _apart(have, text.more, part.tokens, reason is not None)
+        if count or reason:
+            yield await _apart(count, answers.chunk, form, index, new, part, reason), count
 
 
 async def at_once(samples: RequestedSamples, form: Form, stops: Sequence[str]) -> Chunks:
@@ -103,7 +106,15 @@ async def at_once(samples: RequestedSamples, form: Form, stops: Sequence[str]) -
         return
     for index, one in enumerate(one for output in outputs for one in output.sequences):
         yield answers.first_chunk(form, index), 0
-        yield answers.whole_chunk(form, index, one, stops), len(one.tokens)
+        count = len(one.tokens)
+        yield await _apart(count, answers.whole_chunk, form, index, one, stops), count
+
+
+async def _apart(num_tokens: int, function: Callable[..., R], *arguments: Any) -> R:
+    """Run the function outside the event loop if it handles many tokens."""
+    if num_tokens > answers.FEW_TOKENS:
+        return await run_in_thread(function, *arguments)
+    return function(*arguments)
 
 
 def _error(state: ApiState, failure: Failure) -> dict[str, Any]:

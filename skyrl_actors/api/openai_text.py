@@ -103,13 +103,17 @@ class GrowingText:
         self._codec = codec
         self._stops = tuple(stop for stop in stops if stop)
         self._tokens: list[int] = []
+        self._grown = ""  # the text of the tokens before `_read`
+        self._read = 0
+        self._before = 0  # the last tokens before `_read` begin here
         self._given = 0
 
     def more(self, tokens: Sequence[int], last: bool = False) -> str:
         """Add tokens and return the text that is new and final; with `last`, all of the rest."""
         self._tokens.extend(tokens)
-        text = self._codec.decode(self._tokens)
-        ends = [where for stop in self._stops if (where := text.find(stop)) >= 0]
+        text = self._codec.decode(self._tokens) if last else self._text()
+        begins = [(stop, max(0, self._given - len(stop))) for stop in self._stops]
+        ends = [where for stop, at in begins if (where := text.find(stop, at)) >= 0]
         if ends:
             text = text[: min(ends)]
         elif not last:
@@ -117,15 +121,31 @@ class GrowingText:
         new, self._given = text[self._given :], max(self._given, len(text))
         return new
 
+    def _text(self) -> str:
+        """Return the text of all tokens, up to an incomplete character.
+
+        New tokens are decoded with those just before them, because a text can depend on these.
+        """
+        before = self._codec.decode(self._tokens[self._before : self._read])
+        now = self._codec.decode(self._tokens[self._before :])
+        whole = now.rstrip(INCOMPLETE)
+        text = self._grown + whole[len(before) :]
+        if whole == now and len(now) > len(before):
+            self._grown = text
+            self._before, self._read = self._read, len(self._tokens)
+        return text
+
     def _unsure(self, text: str) -> int:
-        cut = len(text) - len(text.rstrip(INCOMPLETE))
-        begun = [
-            size
-            for stop in self._stops
-            for size in range(1, len(stop))
-            if text.endswith(stop[:size])
-        ]
-        return max([cut, *begun])
+        return max([_begun(text, stop) for stop in self._stops], default=0)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop text."""
+    end = text[1 - len(stop) :] if len(stop) > 1 else ""
+    at = end.find(stop[0])
+    while at >= 0 and not stop.startswith(end[at:]):
+        at = end.find(stop[0], at + 1)
+    return len(end) - at if at >= 0 else 0
 
 
 @lru_cache(maxsize=4)

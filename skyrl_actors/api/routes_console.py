@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 
 from skyrl_actors.api.access import NotAllowed
+from skyrl_actors.api.bodies import body_of
 from skyrl_actors.api.console import Viewer, visible
 from skyrl_actors.api.routes_files import signed_links
 from skyrl_actors.api.state import ApiState, state_of
@@ -192,12 +193,16 @@ class Act(BaseModel, extra="forbid"):
     of: str = ""
 
 
+_act_of = body_of(Act)
+
+
 @router.post(PREFIX + "acts")
-async def act(body: Act, request: Request) -> JSONResponse:
+async def act(request: Request) -> JSONResponse:
     """Do what an operator asks for; for admins, or for everybody while no keys are required."""
     viewer, calls = await viewer_of(request), state_of(request).client.calls
-    if not viewer.all:
+    if not viewer.all:  # before the body is read
         raise NotAllowed("acts of operators need a key of the role admin")
+    body = await _act_of(request)
     names = await calls.owner_names()
     who = f"key of {names.get(viewer.owner, viewer.owner)}" if viewer.owner else "without a key"
     actor = f"{who}, in the console"

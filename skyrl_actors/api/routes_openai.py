@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -23,18 +24,20 @@ from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.body_limits import check_chat, check_completion
 from skyrl_actors.api.chat_images import with_images
 from skyrl_actors.api.cpu_bound import run_in_process, run_in_thread
-from skyrl_actors.api.openai_answers import Form
+from skyrl_actors.api.openai_answers import FEW_TOKENS, Form
 from skyrl_actors.api.openai_stream import as_events, at_once, streamed
 from skyrl_actors.api.openai_text import Codec, codec_for
+from skyrl_actors.api.paced import PacedResponse
 from skyrl_actors.api.pictures import NO_IMAGES, PictureReader
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
-from skyrl_actors.api.state import state_of
+from skyrl_actors.api.state import PATIENCE_S, ApiState, state_of
 from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.controller.tenants import Sampler
-from skyrl_actors.messages.errors import InvalidRequest, NotFound
+from skyrl_actors.messages.errors import InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.requests import Sample, SamplingParams
+from skyrl_actors.messages.results import SampleOutput
 
 MOST_STREAMED = 128  # choices of one stream
 router = APIRouter(prefix="/v1")
@@ -194,6 +197,7 @@ async def _answered(
             f"{len(prompts) * body.n} choices are requested, and a stream has at most "
             f"{MOST_STREAMED}; make several requests, or one without stream"
         )
+    _check_answer(state_of(request), form, prompts, params)
     samples = RequestedSamples(state_of(request).client, caller_of(request).mark)
     asked: list[str] = []
     try:
@@ -222,7 +226,55 @@ async def _answered(
     except BaseException:
         samples.cancel()
         raise
-    return JSONResponse(answers.whole(form, outputs, prompts, body.stops))
+    return await _whole(request, form, outputs, prompts, body.stops, params.topk_sample_logprobs)
+
+
+def _check_answer(
+    state: ApiState, form: Form, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> None:
+    """Raise InvalidRequest for a request whose answer may not fit into this process."""
+    echoed = sum(map(len, prompts)) if form.echo else 0
+    most = len(prompts) * params.max_tokens + echoed
+    num_bytes = form.rendered_bytes(params.num_samples * most, params.topk_sample_logprobs)
+    if num_bytes > state.answer_budget.limit:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts, n={params.num_samples} and max_tokens={params.max_tokens} "
+            f"may have an answer of {num_bytes} bytes; at most {state.answer_budget.limit} are "
+            "allowed; make several requests, or ask for fewer tokens or logprobs"
+        )
+
+
+async def _whole(
+    request: Request,
+    form: Form,
+    outputs: Sequence[SampleOutput],
+    prompts: Sequence[Sequence[int]],
+    stops: Sequence[str],
+    topk: int,
+) -> Response:
+    """Render a complete answer, when there is enough memory for it."""
+    tokens = sum(len(one.tokens) for output in outputs for one in output.sequences)
+    tokens += sum(map(len, prompts)) if form.echo else 0
+    size, owner = form.rendered_bytes(tokens, topk), caller_of(request).owner or ""
+    try:
+        lease = await state_of(request).answer_budget.take(owner, size, PATIENCE_S)
+    except TimeoutError:
+        raise Unavailable("other large answers are being sent; try again later") from None
+    with ExitStack() as undo:
+        undo.callback(lease.release)
+        given = form, outputs, prompts, stops
+        content = await run_in_thread(_body, *given) if tokens > FEW_TOKENS else _body(*given)
+        undo.pop_all()
+    return PacedResponse(content, "application/json", lease)
+
+
+def _body(
+    form: Form,
+    outputs: Sequence[SampleOutput],
+    prompts: Sequence[Sequence[int]],
+    stops: Sequence[str],
+) -> bytes:
+    return bytes(JSONResponse(answers.whole(form, outputs, prompts, stops)).body)
 
 
 def _of_one_prompt(params: SamplingParams) -> list[SamplingParams]:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from fastapi import Request
 
-from skyrl_actors.api import codec
+from skyrl_actors.api import compression
 from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.cpu_bound import run_in_thread
@@ -15,7 +15,7 @@ from skyrl_actors.backends.backend import Capabilities, ServedModels
 from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
-from skyrl_actors.messages.errors import CapacityError, SkyrlActorsError
+from skyrl_actors.messages.errors import CapacityError, InvalidRequest, SkyrlActorsError
 from skyrl_actors.messages.keys import KeyTable
 from skyrl_actors.messages.results import Failure
 from skyrl_actors.transport.byte_budget import ByteBudget
@@ -135,17 +135,17 @@ async def read_body(request: Request, limit: int) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise codec.BodyTooLarge(
+            raise compression.BodyTooLarge(
                 f"the body has more than {limit} bytes; at most {limit} are allowed"
             )
         parts.append(part)
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
-        await _make_room(request, codec.decompressed_bytes(body, limit))
-        return await run_in_thread(codec.decompress, body, limit)
+        await _make_room(request, compression.decompressed_bytes(body, limit))
+        return await run_in_thread(compression.decompress, body, limit)
     if encoding != "identity":
-        raise codec.InvalidRequest(f"content-encoding is {encoding!r}; use zstd or none")
+        raise InvalidRequest(f"content-encoding is {encoding!r}; use zstd or none")
     return body
 
 

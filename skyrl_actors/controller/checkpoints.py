@@ -37,6 +37,7 @@ from skyrl_actors.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
 SAVED_BY = "saved_by"
+NOTES = (ABOUT_FILE, SAVED_BY)  # for this service alone: who saved it, and from what
 OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 
 

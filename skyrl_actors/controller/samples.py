@@ -11,11 +11,11 @@ from skyrl_actors.controller.operations import Op, Outcome, failed
 from skyrl_actors.controller.presence import FellSilent, Presence
 from skyrl_actors.controller.recording import record_metrics, record_span
 from skyrl_actors.controller.replay import Replayer
-from skyrl_actors.controller.slots import FairSlots
 from skyrl_actors.controller.tasks import Tasks
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs import SAMPLE
 from skyrl_actors.controller.verbs.verb import VerbContext
+from skyrl_actors.fair_slots import FairSlots
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import (

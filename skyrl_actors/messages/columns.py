@@ -30,6 +30,12 @@ from skyrl_actors.messages.images import Images, Picture, PlacedImage, images_of
 MAX_DATUMS = 1024  # of one request; SDKs split longer batches
 
 
+def check_num_datums(number: int) -> None:
+    """Raise InvalidRequest for a request with too many datums."""
+    if number > MAX_DATUMS:
+        raise InvalidRequest(f"{number} datums in one request; at most {MAX_DATUMS}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """A batch of N examples with ΣT tokens together."""

@@ -27,6 +27,9 @@ def test_the_tar_contains_the_files_of_the_folder(tmp_path: Path):
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
+    # For the service: other tenants may download a published checkpoint.
+    (folder / "about.json").write_text('{"copied_from": "tinker://someone/weights/secret"}')
+    (folder / "saved_by").write_text("r1")
     with tarfile.open(fileobj=io.BytesIO(b"".join(archives.tar(folder)))) as members:
         found = {member.name: members.extractfile(member) for member in members}
         assert {name: file.read() for name, file in found.items() if file} == contents

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from skyrl_actors.api import codec, cpu_bound, openai_wire, schema, state, wire
+from skyrl_actors.api import compression, cpu_bound, openai_wire, schema, state, wire
 from skyrl_actors.api.app import room_for
 from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sample, limit_of
 from skyrl_actors.api.parts import check_json_size, check_proto_size
@@ -147,6 +148,20 @@ async def test_large_json_is_decoded_equally_in_another_process(tmp_path: Path):
         assert answers[1]["loss_fn_outputs"][699] == answers[0]["loss_fn_outputs"][0], (
             "rendered apart, and the same"
         )
+
+
+async def test_a_key_with_many_large_requests_lets_others_take_turns():
+    ended: list[str] = []
+
+    async def asked(owner: str) -> None:
+        cpu_bound.OWNER.set(owner)
+        await cpu_bound.run_in_process(time.sleep, 0.1)
+        ended.append(owner)
+
+    busy = [asyncio.create_task(asked("busy")) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    await asyncio.gather(*busy, asked("other"))
+    assert ended == ["busy", "other", "busy", "busy", "busy"]
 
 
 def _dies() -> None:
@@ -298,7 +313,7 @@ async def test_a_compressed_body_takes_memory_for_what_it_becomes(
             taken.append(budget.taken)
             return b"{}"
 
-        monkeypatch.setattr(codec, "decompress", seen)
+        monkeypatch.setattr(compression, "decompress", seen)
         for body in (whole, unsized):
             headers = {"content-encoding": "zstd", "content-type": "application/x-protobuf"}
             await http.post("/forward_backward", content=body, headers=headers)

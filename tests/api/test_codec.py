@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as sdk
 
-from skyrl_actors.api import answers, codec, schema
+from skyrl_actors.api import answers, codec, compression, schema
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 
@@ -182,16 +182,27 @@ def test_json_bodies_of_old_sdks_are_decoded():
         codec.forward_backward_from_json(body, forward_only=True)
 
 
+def test_datums_beyond_the_limit_are_refused_before_they_are_built():
+    message = schema.ForwardBackwardRequest()
+    for _ in range(1025):
+        message.data.add()  # without a prompt, which is refused too
+    with pytest.raises(InvalidRequest, match="1025 datums in one request; at most 1024"):
+        codec.forward_backward_from_proto(message.SerializeToString())
+    body = {"model_id": "m", "forward_input": {"data": [{}] * 1025, "loss_fn": "cross_entropy"}}
+    with pytest.raises(InvalidRequest, match="1025 datums in one request; at most 1024"):
+        codec.forward_backward_from_json(body, forward_only=True)
+
+
 def test_decompression_is_limited():
     small = zstandard.compress(b"x" * 1000)
-    assert codec.decompress(small, 1000) == b"x" * 1000
-    with pytest.raises(codec.BodyTooLarge, match="more than 999 bytes"):
-        codec.decompress(small, 999)
+    assert compression.decompress(small, 1000) == b"x" * 1000
+    with pytest.raises(compression.BodyTooLarge, match="more than 999 bytes"):
+        compression.decompress(small, 999)
     bomb = zstandard.compress(b"\0" * 10**8)
-    with pytest.raises(codec.BodyTooLarge):
-        codec.decompress(bomb, 10**6)
+    with pytest.raises(compression.BodyTooLarge):
+        compression.decompress(bomb, 10**6)
     with pytest.raises(InvalidRequest, match="not valid zstd"):
-        codec.decompress(b"nonsense", 100)
+        compression.decompress(b"nonsense", 100)
 
 
 def test_the_schema_has_the_sdks_field_numbers():

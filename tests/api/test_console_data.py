@@ -63,6 +63,8 @@ async def test_admins_act_and_others_see_only_their_own(tmp_path: Path):
         act = {"act": "end", "of": session}
         for other in (ann, bob, anyone):
             assert (await other.post(f"{PAGE}/acts", json=act)).status_code == 403
+            # Refused before the body is read.
+            assert (await other.post(f"{PAGE}/acts", content=b"{")).status_code == 403
         assert (await root.post(f"{PAGE}/acts", json={"act": "explode"})).status_code == 422
         assert (await root.post(f"{PAGE}/acts", json=act)).status_code == 200
         assert (await root.get(f"{PAGE}/operating")).json()["sessions"] == []

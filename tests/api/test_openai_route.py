@@ -15,13 +15,15 @@ import pytest
 import uvicorn
 from tokenizers import Tokenizer, models
 
-from skyrl_actors.api import schema
+from skyrl_actors.api import routes_openai, schema
+from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
+from skyrl_actors.transport.byte_budget import ByteBudget
 from tests.api.local import MODEL, AnsweringBackend, config_for, edge, model_in, resolved
 
 URL = "http://service/v1/completions"
@@ -303,3 +305,48 @@ async def test_answers_contain_no_log_lines_when_keys_are_configured(
         for answer in answers:
             assert "rank 1 of policy died" in answer.text
             assert ("another tenant" in answer.text) == (not keys)
+
+
+def state_in(http: httpx.AsyncClient) -> ApiState:
+    transport: Any = http._transport
+    return transport.app.state.api
+
+
+async def test_an_answer_that_cannot_fit_is_refused_before_it_is_sampled(
+    tmp_path: Path, backend: Watched
+):
+    async with edge(config_for(tmp_path), backend) as http:
+        state_in(http).answer_budget = ByteBudget(10_000, 0)
+        refused = await http.post(URL, json=body([1, 2], n=40, logprobs=0))
+        assert refused.status_code == 400 and not backend.begun
+        assert "1 prompts, n=40 and max_tokens=4 may have an answer of 16000 bytes" in refused.text
+        assert (await http.post(URL, json=body([1, 2], n=20, logprobs=0))).status_code == 200
+        assert (await http.post(URL, json=body([1, 2], n=40))).status_code == 200  # text only
+
+
+async def test_a_large_answer_is_rendered_apart_and_waits_for_memory(
+    tmp_path: Path, backend: Watched, monkeypatch: pytest.MonkeyPatch
+):
+    apart: list[str] = []
+
+    async def run_in_thread(function: Any, *arguments: Any) -> Any:
+        apart.append(function.__name__)
+        return await asyncio.to_thread(function, *arguments)
+
+    monkeypatch.setattr(routes_openai, "run_in_thread", run_in_thread)
+    monkeypatch.setattr(routes_openai, "FEW_TOKENS", 8)
+    monkeypatch.setattr(routes_openai, "PATIENCE_S", 0.1)
+    async with edge(config_for(tmp_path), backend) as http:
+        budget = state_in(http).answer_budget = ByteBudget(10_000, 0)
+        small = await http.post(URL, json=body([1, 2], n=2, logprobs=0))
+        assert small.status_code == 200 and "_body" not in apart
+        large = await http.post(URL, json=body([1, 2], n=3, logprobs=0))
+        assert large.status_code == 200 and apart.count("_body") == 1
+        assert [choice["index"] for choice in large.json()["choices"]] == [0, 1, 2]
+        assert not budget.taken
+        lease = await budget.take("", 9_999)
+        refused = await http.post(URL, json=body([1, 2], n=3, logprobs=0))
+        assert refused.status_code == 503 and "other large answers" in refused.text
+        lease.release()
+        assert (await http.post(URL, json=body([1, 2], n=3, logprobs=0))).status_code == 200
+        assert not budget.taken

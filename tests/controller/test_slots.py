@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_actors.controller.completions import CLONE, Completions
-from skyrl_actors.controller.slots import FairSlots
 from skyrl_actors.fair_queue import FairQueue, Ticket
+from skyrl_actors.fair_slots import FairSlots
 
 
 async def test_one_flooding_tenant_does_not_starve_another():

@@ -20,7 +20,7 @@ from skyrl_actors.controller.verbs.verb import (
 )
 from skyrl_actors.losses.custom_graph import graph_of
 from skyrl_actors.messages.answer_only import without_fronts
-from skyrl_actors.messages.columns import MAX_DATUMS, Columns, offsets_of
+from skyrl_actors.messages.columns import Columns, check_num_datums, offsets_of
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.messages.model import LossCall, ModelSpec
@@ -104,8 +104,7 @@ def checked_batch(
     if name == "custom":
         _check_custom(call, request.columns, config)
     columns = request.columns
-    if columns.num_rows > MAX_DATUMS:
-        raise InvalidRequest(f"{columns.num_rows} datums in one request; at most {MAX_DATUMS}")
+    check_num_datums(columns.num_rows)
     if columns.num_tokens > config.limits.tokens:
         raise InvalidRequest(
             f"{columns.num_tokens} tokens in one request; "
