@@ -39,7 +39,12 @@ def limit_of(path: str, limits: LimitsConfig, bases: ServedModels | None) -> int
 
 
 def check_sample(body: wire.Asample, most_tokens: int, most_prompts: int) -> None:
-    """Check the prompt's length. Raises InvalidRequest."""
+    """Check the prompt's chunks and its length. Raises InvalidRequest."""
+    if (count := len(body.prompt.chunks)) > most_tokens:  # as many empty ones as fit into a body
+        raise InvalidRequest(
+            f"the prompt has {count} chunks; prompt and answer together may have at most "
+            f"{most_tokens} tokens"
+        )
     chunks: Sequence[Any] = [chunk.get("tokens") for chunk in body.prompt.chunks]
     _check_length(sum(len(tokens) for tokens in chunks if is_array(tokens)), most_tokens)
 

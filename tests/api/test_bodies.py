@@ -268,6 +268,9 @@ async def test_prompts_that_are_too_long_or_too_many_are_refused_when_parsed(
     }
     with pytest.raises(InvalidRequest, match="600 tokens"):
         check_sample(wire.Asample.model_validate(long), 512, 256)
+    empty = {**long, "prompt": {"chunks": [{"type": "encoded_text", "tokens": []}] * 513}}
+    with pytest.raises(InvalidRequest, match="has 513 chunks"):
+        check_sample(wire.Asample.model_validate(empty), 512, 256)
     many = openai_wire.Completion(model="m", prompt=["a"] * 300)
     with pytest.raises(
         InvalidRequest, match=r"300 prompts .* at most 256 \(limits.samples_in_flight\)"
