@@ -197,7 +197,8 @@ async def _answered(
             f"{len(prompts) * body.n} choices are requested, and a stream has at most "
             f"{MOST_STREAMED}; make several requests, or one without stream"
         )
-    _check_answer(state_of(request), form, prompts, params)
+    if not params.stream:  # a stream is never held as a whole
+        _check_answer(state_of(request), form, prompts, params)
     samples = RequestedSamples(state_of(request).client, caller_of(request).mark)
     asked: list[str] = []
     try:
@@ -254,7 +255,9 @@ async def _whole(
 ) -> Response:
     """Render a complete answer, when there is enough memory for it."""
     tokens = sum(len(one.tokens) for output in outputs for one in output.sequences)
-    tokens += sum(map(len, prompts)) if form.echo else 0
+    if form.echo:  # each sequence begins with its prompt
+        answered = zip(prompts, outputs, strict=True)
+        tokens += sum(len(prompt) * len(output.sequences) for prompt, output in answered)
     size, owner = form.rendered_bytes(tokens, topk), caller_of(request).owner or ""
     try:
         lease = await state_of(request).answer_budget.take(owner, size, PATIENCE_S)
@@ -262,8 +265,8 @@ async def _whole(
         raise Unavailable("other large answers are being sent; try again later") from None
     with ExitStack() as undo:
         undo.callback(lease.release)
-        given = form, outputs, prompts, stops
-        content = await run_in_thread(_body, *given) if tokens > FEW_TOKENS else _body(*given)
+        given, is_large = (form, outputs, prompts, stops), tokens * (1 + topk) > FEW_TOKENS
+        content = await run_in_thread(_body, *given) if is_large else _body(*given)
         undo.pop_all()
     return PacedResponse(content, "application/json", lease)
 

@@ -119,12 +119,17 @@ class Replayer:
 
         They cannot be computed after the unload. The caller holds the model's lock.
         """
-        if lost := await self.lost_samplers(model.spec.model_id):
+        # Files of adapters are lost together, with the memory of their machine.
+        most = 1 if model.spec.lora else None
+        if lost := await self.lost_samplers(model.spec.model_id, most):
             await self.restore(model, [s.weights.version for s in lost])
 
-    async def lost_samplers(self, model_id: str) -> list[Sampler]:
-        """Return the samplers of the model's unnamed versions whose weights are missing."""
-        mine = self.tenants.needed_samplers(model_id)
+    async def lost_samplers(self, model_id: str, most: int | None = None) -> list[Sampler]:
+        """Return the samplers of the model's unnamed versions whose weights are missing.
+
+        `most`: the number of samplers to look at.
+        """
+        mine = self.tenants.needed_samplers(model_id)[:most]
         return [s for s in mine if not await self.backend.has_sampler(s.weights)]
 
     async def _rebuild(

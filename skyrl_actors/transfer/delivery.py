@@ -1,5 +1,7 @@
 """Bring published versions from the policy's ranks to engines, and free them again."""
 
+import asyncio
+import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,10 +10,12 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from skyrl_actors.groups.supervisor import GroupSupervisor
-from skyrl_actors.messages.errors import PartDown
+from skyrl_actors.messages.errors import InternalError, PartDown
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.rounds import Rounds
 from skyrl_actors.transfer.transport import EnginePlace, EngineTarget, Transfer
+
+MOST_LEFT = 10_000
 
 
 class Delivery:
@@ -22,7 +26,7 @@ class Delivery:
         self._policy = policy
         self._folder = str(folder)
         self._rounds = Rounds(self._deliver)
-        self._left: deque[WeightManifest] = deque()  # to be freed
+        self._left = deque[WeightManifest](maxlen=MOST_LEFT)  # to be freed
 
     async def deliver(
         self,
@@ -62,13 +66,33 @@ class Delivery:
         """Free what was written for a version. Files of named checkpoints stay.
 
         This does not wait for a restarting group, which may need devices that the caller's base
-        model does not have. What is not freed now is freed with a later version.
+        model does not have. What other machines do not free now is freed with a later version.
         """
         self._left.extend(part for part in weights.parts if part.path.startswith(self._folder))
-        while self._left and self._policy.group is not None and self._policy.down is None:
+        fault: InternalError | None = None
+        for _ in range(len(self._left)):
             part = self._left.popleft()
             try:
-                await self.transfer.discard(part, self._policy.group, engines)
+                await self._free(part, engines)
+            except InternalError as error:
+                self._left.append(part)
+                fault = fault or error
             except BaseException:
                 self._left.append(part)
                 raise
+        if fault is not None:
+            raise fault
+
+    async def _free(self, part: WeightManifest, engines: list[ActorHandle[Any]]) -> None:
+        if self._policy.group is not None and self._policy.down is None:
+            await self.transfer.discard(part, self._policy.group, engines)
+            return
+        await asyncio.to_thread(_remove, Path(part.path))  # if it is on this machine
+        self._left.append(part)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

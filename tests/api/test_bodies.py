@@ -164,6 +164,28 @@ async def test_a_key_with_many_large_requests_lets_others_take_turns():
     assert ended == ["busy", "other", "busy", "busy", "busy"]
 
 
+async def test_requests_that_are_ended_count_for_their_key(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a key with slow requests would have the next turn again and again."""
+    await cpu_bound.run_in_process(os.getpid)  # the process runs
+    ended: list[str] = []
+
+    async def asked(owner: str, seconds: float) -> None:
+        cpu_bound.OWNER.set(owner)
+        try:
+            await cpu_bound.run_in_process(time.sleep, seconds)
+            ended.append(owner)
+        except Unavailable:
+            ended.append("too slow")
+
+    with monkeypatch.context() as short:
+        short.setattr(cpu_bound, "DEADLINE_S", 0.5)
+        asked_first = asyncio.create_task(asked("slow", 60.0))
+        await asyncio.sleep(0.1)
+    later = [asyncio.create_task(asked(owner, 0.1)) for owner in ("slow", "other", "slow")]
+    await asyncio.gather(asked_first, *later)
+    assert ended == ["too slow", "other", "slow", "slow"]
+
+
 def _dies() -> None:
     os._exit(3)
 

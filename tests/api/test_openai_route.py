@@ -322,6 +322,15 @@ async def test_an_answer_that_cannot_fit_is_refused_before_it_is_sampled(
         assert "1 prompts, n=40 and max_tokens=4 may have an answer of 16000 bytes" in refused.text
         assert (await http.post(URL, json=body([1, 2], n=20, logprobs=0))).status_code == 200
         assert (await http.post(URL, json=body([1, 2], n=40))).status_code == 200  # text only
+        backend.sampling.clear()
+        stream = body([1, 2], n=40, logprobs=0, stream=True)  # never in memory as a whole
+        async with (
+            listening(http) as url,
+            httpx.AsyncClient() as client,
+            client.stream("POST", url, json=stream) as events,
+        ):
+            assert events.status_code == 200
+        backend.sampling.set()
 
 
 async def test_a_large_answer_is_rendered_apart_and_waits_for_memory(
@@ -343,6 +352,8 @@ async def test_a_large_answer_is_rendered_apart_and_waits_for_memory(
         large = await http.post(URL, json=body([1, 2], n=3, logprobs=0))
         assert large.status_code == 200 and apart.count("_body") == 1
         assert [choice["index"] for choice in large.json()["choices"]] == [0, 1, 2]
+        echoed = await http.post(URL, json=body([1] * 5, n=2, max_tokens=1, echo=True))
+        assert echoed.status_code == 200 and apart.count("_body") == 2  # two prompts of 5 tokens
         assert not budget.taken
         lease = await budget.take("", 9_999)
         refused = await http.post(URL, json=body([1, 2], n=3, logprobs=0))

@@ -72,6 +72,34 @@ async def test_a_version_that_is_dropped_while_ranks_restart_is_freed_with_a_lat
     assert ranks.deleted == ["/weights/v1", "/weights/v2", "/weights/v3"]
 
 
+async def test_files_on_this_machine_are_freed_while_ranks_restart(
+    ranks: Ranks, group: Any, tmp_path: Path
+):
+    delivery = Delivery(FileTransfer(tmp_path, False), group, tmp_path)
+    (tmp_path / "adapter").mkdir()
+    for name in ("adapter/weights", "full"):
+        (tmp_path / name).write_text("weights")
+    group.down = "a rank died"
+    for name in ("adapter", "full", "never written"):
+        await delivery.discard(version(name, tmp_path), [])
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_version_that_cannot_be_freed_delays_no_other(ranks: Ranks, group: Any):
+    class Stuck(Ranks):
+        async def discard_export(self, path: str) -> None:
+            if path.endswith("stuck"):
+                raise InternalError("no permission")
+            await super().discard_export(path)
+
+    group.group = stuck = Stuck()
+    delivery = Delivery(FileTransfer(FOLDER, False), group, FOLDER)
+    for name in ("stuck", "v1", "v2"):
+        with pytest.raises(InternalError, match="no permission"):
+            await delivery.discard(version(name), [])
+    assert stuck.deleted == ["/weights/v1", "/weights/v2"]
+
+
 async def test_a_version_whose_ranks_die_meanwhile_is_freed_later(ranks: Ranks, group: Any):
     delivery = Delivery(FileTransfer(FOLDER, False), group, FOLDER)
     ranks.fault = StateLost("a rank died")
