@@ -36,7 +36,7 @@ PACKAGES: dict[str, set[str]] = {
         "supervision",
         "workers",
     },
-    "transfer": {"config", "groups", "messages", "remote"},
+    "transfer": {"config", "groups", "messages", "remote", "storage"},
     "engines": {
         "workers",
         "colocation",

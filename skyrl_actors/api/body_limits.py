@@ -67,10 +67,6 @@ def check_completion(body: openai_wire.Completion, most_tokens: int, most_prompt
             _check_length(len(one), most_tokens)
 
 
-def check_chat(body: openai_wire.ChatCompletion, most_tokens: int, most_prompts: int) -> None:
-    """Do nothing: the length is known only after the chat template has been applied."""
-
-
 def _check_length(length: int, most: int) -> None:
     if length >= most:
         raise InvalidRequest(

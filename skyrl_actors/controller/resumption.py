@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 from skyrl_actors.backends.backend import ServedModels
+from skyrl_actors.controller.housekeeping import attempt
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.operations import Op, Outcome
@@ -41,7 +42,8 @@ class Resumption:
         await self._samples.retire(
             [s for s in tenants.samplers.values() if s.session_id not in (None, *tenants.sessions)]
         )
-        self._tasks.spawn(self._samples.free_left())
+        left = self._samples.free_left()
+        self._tasks.spawn(attempt("files of retired samplers were not freed", left))
         for model_id, model in tenants.models.items():
             if model.ready:
                 self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))

@@ -35,6 +35,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.observe.process import resident_bytes
+from skyrl_actors.storage.files import remove
 
 log = logging.getLogger(__name__)
 # Mean |Δ logprob| in nats between tokens that were drawn and the same tokens as a prompt.
@@ -268,7 +269,7 @@ class JaxEngine:
         return await asyncio.to_thread(lambda: file.is_file() and file.read_text() == content)
 
     async def discard(self, path: str) -> None:
-        await asyncio.to_thread(received_files.remove, Path(path))
+        await asyncio.to_thread(remove, Path(path))
 
     @property
     def asleep(self) -> bool:

@@ -2,13 +2,13 @@
 
 import fcntl
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.storage.files import remove
 from skyrl_actors.storage.private_folders import make_folder
 
 Files = Mapping[str, NDArray[np.uint8]]  # contents by name; a single file has the name ""
@@ -42,11 +42,3 @@ def _write(staging: Path, files: Files) -> None:
     staging.mkdir()
     for name, content in files.items():
         (staging / Path(name).name).write_bytes(content.data)
-
-
-def remove(target: Path) -> None:
-    """Delete a file or a folder, if it exists."""
-    if target.is_dir():
-        shutil.rmtree(target)
-    else:
-        target.unlink(missing_ok=True)

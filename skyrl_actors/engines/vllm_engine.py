@@ -41,6 +41,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.observe.process import resident_bytes
+from skyrl_actors.storage.files import remove
 
 log = logging.getLogger(__name__)
 ZEROS = WeightManifest(version="zeros", kind="lora", path="zeros", num_bytes=0)  # for the proof
@@ -308,7 +309,7 @@ class VllmEngine:
         return await asyncio.to_thread(lambda: file.is_file() and file.read_text() == content)
 
     async def discard(self, path: str) -> None:
-        await asyncio.to_thread(received_files.remove, Path(path))
+        await asyncio.to_thread(remove, Path(path))
 
     @property
     def asleep(self) -> bool:

@@ -1,6 +1,7 @@
-"""Write files durably."""
+"""Write files durably, and remove them."""
 
 import os
+import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -61,3 +62,11 @@ def size_of(folder: Path) -> int:
         with suppress(OSError):
             found += file.lstat().st_size if not file.is_dir() else 0
     return found
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Bring published versions from the policy's ranks to engines, and free them again."""
 
 import asyncio
-import shutil
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,9 +12,11 @@ from ray.actor import ActorHandle
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError, PartDown
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
+from skyrl_actors.storage.files import remove
 from skyrl_actors.transfer.rounds import Rounds
 from skyrl_actors.transfer.transport import EnginePlace, EngineTarget, Transfer
 
+log = logging.getLogger(__name__)
 MOST_LEFT = 10_000
 
 
@@ -87,12 +89,8 @@ class Delivery:
         if self._policy.group is not None and self._policy.down is None:
             await self.transfer.discard(part, self._policy.group, engines)
             return
-        await asyncio.to_thread(_remove, Path(part.path))  # if it is on this machine
         self._left.append(part)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        try:
+            await asyncio.to_thread(remove, Path(part.path))  # if it is on this machine
+        except OSError as error:
+            log.warning("%s is not removed before ranks run again: %s", part.path, error)

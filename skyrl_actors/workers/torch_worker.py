@@ -1,7 +1,6 @@
 """One training rank: a base model, the models trained over it, and the verbs on them."""
 
 import gc
-import shutil
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
+from skyrl_actors.storage.files import remove
 from skyrl_actors.storage.private_folders import make_folder
 from skyrl_actors.transport.device_memory import allocated, free_unused, settled
 from skyrl_actors.workers import checkpoint, export, head, snapshot, varlen, version_streams
@@ -290,12 +290,8 @@ class TorchWorker:
     def discard_export(self, path: str) -> None:
         for model in self.models.values():
             model.versions.drop(path)
-        if not self.model_factory.writes:
-            return
-        if Path(path).is_dir():
-            shutil.rmtree(path)
-        else:
-            Path(path).unlink(missing_ok=True)
+        if self.model_factory.writes:
+            remove(Path(path))
 
     def move(self, parts: tuple[MemoryPart, ...], to: Literal["device", "host"]) -> int:
         """Move parts of all models between GPU and host memory, and return the bytes moved.

@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from skyrl_actors.transfer import delivery as delivery_module
 from skyrl_actors.transfer.delivery import Delivery
 from skyrl_actors.transfer.files import FileTransfer
 
@@ -83,6 +84,21 @@ async def test_files_on_this_machine_are_freed_while_ranks_restart(
     for name in ("adapter", "full", "never written"):
         await delivery.discard(version(name, tmp_path), [])
     assert not list(tmp_path.iterdir())
+
+
+async def test_a_file_that_cannot_be_removed_here_is_left_for_the_ranks(
+    ranks: Ranks, group: Any, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(path: Path) -> None:
+        raise OSError("no permission")
+
+    monkeypatch.setattr(delivery_module, "remove", fails)
+    delivery = Delivery(FileTransfer(FOLDER, False), group, FOLDER)
+    group.down = "a rank died"
+    await delivery.discard(version("v1"), [])
+    group.down = None
+    await delivery.discard(version("v2"), [])
+    assert sorted(ranks.deleted) == ["/weights/v1", "/weights/v2"]
 
 
 async def test_a_version_that_cannot_be_freed_delays_no_other(ranks: Ranks, group: Any):
