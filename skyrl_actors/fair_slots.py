@@ -1,6 +1,7 @@
-"""Bound the sampled sequences in the engines, and share them fairly between tenants.
+"""Bound what runs at once, and share it fairly between tenants.
 
-A sample is admitted in the order of a `FairQueue`, by the tokens of its prompt and its answers.
+Samples are admitted to the engines in the order of a `FairQueue`, by the tokens of their prompts
+and answers. Work of the ingress is admitted by the milliseconds that it takes.
 """
 
 import asyncio
@@ -69,7 +70,8 @@ class FairSlots:
         try:
             yield place
         except asyncio.CancelledError:  # nobody gets what it computed
-            place.tokens = 0
+            if place.tokens == tokens:  # the holder has not counted what it used
+                place.tokens = 0
             raise
         finally:
             self._give(ticket)

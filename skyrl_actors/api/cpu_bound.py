@@ -5,7 +5,8 @@ releases the lock, so a thread does not help.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -25,7 +26,8 @@ NICENESS = 10
 THREADS = 2  # more would only compete for the interpreter lock
 USUAL_MS = 1000  # of a large request; how long it really took is counted when it ends
 OWNER: ContextVar[str] = ContextVar("owner of the API key of this request", default="")
-_turns: RunVar[FairSlots] = RunVar("turns of large requests")
+_turns: RunVar[FairSlots] = RunVar("turns of the process")
+_thread_turns: RunVar[FairSlots] = RunVar("turns of the threads")
 _processes: RunVar[anyio.CapacityLimiter] = RunVar("processes of large requests")
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("threads of large requests")
 
@@ -37,30 +39,33 @@ async def run_in_process(function: Callable[..., R], *arguments: Any) -> R:
     function's errors, and Unavailable when the process died or took more than DEADLINE_S.
     """
     limiter = _of_this_loop(_processes, lambda: anyio.CapacityLimiter(1))
-    turns = _of_this_loop(_turns, lambda: FairSlots(1))
     deadline = anyio.current_time() + DEADLINE_S
     try:
         with anyio.fail_after(DEADLINE_S + 1):
-            async with turns.hold(OWNER.get(), 1, USUAL_MS) as place:
-                began = anyio.current_time()
-                try:
-                    # Its own deadline, so that a request that is ended counts for its owner too.
-                    with anyio.fail_after(deadline - began):
-                        return await to_process.run_sync(
-                            _with_low_priority,
-                            function,
-                            arguments,
-                            cancellable=True,
-                            limiter=limiter,
-                        )
-                finally:
-                    place.tokens = 1 + int(1000 * (anyio.current_time() - began))
+            async with _turn(_turns, 1):
+                # Its own deadline, so that a request that is ended counts for its owner too.
+                with anyio.fail_after(deadline - anyio.current_time()):
+                    return await to_process.run_sync(
+                        _with_low_priority, function, arguments, cancellable=True, limiter=limiter
+                    )
     except TimeoutError:
         raise Unavailable(
             f"other large requests took more than {DEADLINE_S:.0f} s; try again later"
         ) from None
     except anyio.BrokenWorkerProcess as error:
         raise Unavailable(f"the process that handles large requests died: {error}") from None
+
+
+@asynccontextmanager
+async def _turn(turns: RunVar[FairSlots], places: int) -> AsyncGenerator[None]:
+    """Hold one of the places, and charge the time to the owner of this request's key."""
+    slots = _of_this_loop(turns, lambda: FairSlots(places))
+    async with slots.hold(OWNER.get(), 1, USUAL_MS) as place:
+        began = anyio.current_time()
+        try:
+            yield
+        finally:
+            place.tokens = 1 + int(1000 * (anyio.current_time() - began))
 
 
 def _with_low_priority(function: Callable[..., R], arguments: tuple[Any, ...]) -> R:
@@ -70,9 +75,13 @@ def _with_low_priority(function: Callable[..., R], arguments: tuple[Any, ...]) -
 
 
 async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
-    """Run the function in one of THREADS worker threads."""
+    """Run the function in one of THREADS worker threads.
+
+    The owners of API keys share their time fairly.
+    """
     limiter = _of_this_loop(_threads, lambda: anyio.CapacityLimiter(THREADS))
-    return await to_thread.run_sync(function, *arguments, limiter=limiter)
+    async with _turn(_thread_turns, THREADS):
+        return await to_thread.run_sync(function, *arguments, limiter=limiter)
 
 
 async def run_sized(num_bytes: int, function: Callable[..., R], *arguments: Any) -> R:

@@ -42,8 +42,7 @@ class Resumption:
         await self._samples.retire(
             [s for s in tenants.samplers.values() if s.session_id not in (None, *tenants.sessions)]
         )
-        left = self._samples.free_left()
-        self._tasks.spawn(attempt("files of retired samplers were not freed", left))
+        self._tasks.spawn(self._free_left())
         for model_id, model in tenants.models.items():
             if model.ready:
                 self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
@@ -58,6 +57,9 @@ class Resumption:
                 self._tasks.spawn(self._resume_sample(op))
             elif op.model_id not in tenants.models or not tenants.models[op.model_id].ready:
                 self._lanes.start_next(op.model_id)
+
+    async def _free_left(self) -> None:
+        await attempt("files of retired samplers were not freed", self._samples.free_left())
 
     async def _resume_sample(self, op: Op) -> None:
         try:

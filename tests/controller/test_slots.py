@@ -210,15 +210,36 @@ async def test_forgetting_a_stream_wakes_waiting_callers():
     assert await waiting == ([], 0)
 
 
-async def test_what_was_cancelled_costs_its_tenant_nothing():
+async def test_what_a_cancelled_holder_counted_costs_its_tenant():
     slots = FairSlots(3)
 
-    async def held(name: str) -> None:
-        async with slots.hold(name, 1, 1000):
-            await asyncio.sleep(60)
+    async def held() -> None:
+        async with slots.hold("a", 1, 1000) as place:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                place.tokens = 70
 
-    stays = asyncio.create_task(held("b"))
-    cancelled = asyncio.create_task(held("a"))
+    stays = asyncio.create_task(_holds(slots, "b"))
+    cancelled = asyncio.create_task(held())
+    await asyncio.sleep(0)
+    a = slots._queue._tenants["a"]
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert (a.clock, a.paid) == (70, 70)
+    stays.cancel()
+    await asyncio.gather(stays, return_exceptions=True)
+
+
+async def _holds(slots: FairSlots, name: str) -> None:
+    async with slots.hold(name, 1, 1000):
+        await asyncio.sleep(60)
+
+
+async def test_what_was_cancelled_costs_its_tenant_nothing():
+    slots = FairSlots(3)
+    stays = asyncio.create_task(_holds(slots, "b"))
+    cancelled = asyncio.create_task(_holds(slots, "a"))
     await asyncio.sleep(0)
     a = slots._queue._tenants["a"]
     assert a.clock == 1000
