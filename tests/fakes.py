@@ -48,6 +48,7 @@ class FakeBackend:
         self.go = asyncio.Event()
         self.go.set()
         self.failing: set[str] = set()
+        self.left: list[SamplerWeights] = []  # versions that were dropped, and are not freed
         self.adapters = AdapterMemory()
 
     async def _call(self, verb: str, model_id: str) -> None:
@@ -175,6 +176,9 @@ class FakeBackend:
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         self.calls.append(("drop_sampler", weights.version))
+
+    def unfreed(self) -> list[SamplerWeights]:
+        return self.left
 
     async def sample(
         self,

@@ -212,6 +212,10 @@ class Backend(Protocol):
 
     async def drop_sampler(self, weights: SamplerWeights) -> None: ...
 
+    def unfreed(self) -> list[SamplerWeights]:
+        """Return dropped versions whose files may still be there. They are freed later."""
+        ...
+
     async def sample(
         self,
         request_id: str,

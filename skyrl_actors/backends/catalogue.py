@@ -154,6 +154,9 @@ class CatalogueBackend:
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         await self._bases.drop_sampler(weights)
 
+    def unfreed(self) -> list[SamplerWeights]:
+        return self._bases.unfreed()
+
     async def sample(
         self,
         request_id: str,

@@ -5,7 +5,7 @@ module carries that out.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -34,7 +34,7 @@ class LoadedBases:
         self._attempts = attempts
         self._epoch = 0
         self._able: dict[str, Capabilities] = {}
-        self._dropped: dict[str, list[SamplerWeights]] = {}
+        self._dropped = defaultdict[str, deque[SamplerWeights]](deque)
         self._writing: Counter[str] = Counter()  # snapshots that are written, by base model
         self._wrote = asyncio.Event()  # one of them ended
         self._held: dict[asyncio.Task[Any] | None, str] = {}  # by the task that holds it
@@ -194,16 +194,21 @@ class LoadedBases:
         if self.lock.residency.bases[name].place is Place.DEVICE:
             await self.backends[name].drop_sampler(weights)
         else:
-            self._dropped.setdefault(name, []).append(weights)
+            self._dropped[name].append(weights)
+
+    def unfreed(self) -> list[SamplerWeights]:
+        """Return dropped versions whose files may still be there, of all base models."""
+        lists = (*self._dropped.values(), *(one.unfreed() for one in self.backends.values()))
+        return [weights for those in lists for weights in those]
 
     async def _drop_later(self, name: str) -> None:
         """Free the versions that were dropped while their base model was parked."""
-        while dropped := self._dropped.pop(name, None):
-            for weights in dropped:
-                try:
-                    await self.backends[name].drop_sampler(weights)
-                except InternalError as error:
-                    self._report(f"files of version {weights.version} were not freed: {error}")
+        while dropped := self._dropped.get(name):
+            try:
+                await self.backends[name].drop_sampler(dropped[0])
+            except InternalError as error:
+                self._report(f"files of version {dropped[0].version} were not freed: {error}")
+            dropped.popleft()
 
     async def detach(self) -> None:
         """Leave all base models where they are, for the next controller."""
@@ -221,7 +226,7 @@ class LoadedBases:
         (error,) = await asyncio.gather(closing, return_exceptions=True)
         if error is not None:  # the next load, or `stop`, ends what is left
             self._report(f"base model {name} did not end cleanly: {error!r}")
-        del self.backends[name]
+        self._dropped[name].extend(self.backends.pop(name).unfreed())
 
     async def _stop_moving(self) -> None:
         if self._lock is not None:

@@ -323,6 +323,9 @@ class RayBackend:
         finally:
             await self.parts.delivery.discard(weights, self.parts.engines.actors)
 
+    def unfreed(self) -> list[SamplerWeights]:
+        return self.parts.delivery.unfreed(self._name)
+
     async def sample(
         self,
         request_id: str,

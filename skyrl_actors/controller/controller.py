@@ -188,14 +188,7 @@ class Controller:
             self._space.follow(self._disk),
             self.admin.recent.follow(lambda: self.queue.num_open),
             self._named_samplers.free_unused(timeout_s),
-            housekeeping.sweep(
-                self.folders,
-                self._disk,
-                self._sessions,
-                self.journal,
-                self.sweep_s,
-                self.config.journal.retention_s,
-            ),
+            housekeeping.sweep(self._context, self._sessions, self.journal, self.sweep_s),
         ):
             self._tasks.spawn(task)
         return able

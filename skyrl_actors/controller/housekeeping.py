@@ -13,6 +13,7 @@ from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import SkyrlActorsError
 
@@ -50,22 +51,20 @@ async def sweep_checkpoints(folders: CheckpointFolders, disk: Disk) -> int:
 
 
 async def sweep(
-    folders: CheckpointFolders,
-    disk: Disk,
-    sessions: SessionCatalog,
-    journal: Journal,
-    every_s: float,
-    retention_s: float,
+    context: VerbContext, sessions: SessionCatalog, journal: Journal, every_s: float
 ) -> None:
     """Remove expired checkpoints, session records and journal entries, in an endless loop."""
     while True:
         await asyncio.sleep(every_s)
-        await attempt("expired checkpoints were not removed", sweep_checkpoints(folders, disk))
+        await attempt(
+            "expired checkpoints were not removed", sweep_checkpoints(context.folders, context.disk)
+        )
         await attempt(
             "records of old sessions were not removed",
-            asyncio.to_thread(sessions.sweep, retention_s),
+            asyncio.to_thread(sessions.sweep, context.config.journal.retention_s),
         )
-        if freed := await attempt("the journal was not swept", journal.sweep()):
+        unfreed = {weights.version for weights in context.backend.unfreed()}
+        if freed := await attempt("the journal was not swept", journal.sweep(unfreed)):
             log.info("removed %.1f MiB from the journal", freed / 2**20)
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -245,9 +245,9 @@ class SqlJournal:
     async def usage(self, since: float, until: float, owner: str | None = None) -> list[Usage]:
         return await self._read(stored_usage.read, self.store.engine, since, until, owner)
 
-    async def sweep(self) -> int:
+    async def sweep(self, unfreed: Collection[str] = ()) -> int:
         policy = Retention(self.config.retention_s, KEEP_SNAPSHOTS)
-        steps = Sweeper(self.store, self._kinds, policy, self.wall()).steps()
+        steps = Sweeper(self.store, self._kinds, policy, self.wall(), frozenset(unfreed)).steps()
         freed = 0
         try:
             while True:

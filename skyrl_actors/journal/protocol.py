@@ -1,5 +1,6 @@
 """The journal's interface for the controller: requests, answers and snapshots."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -113,8 +114,11 @@ class Journal(Protocol):
         """
         ...
 
-    async def sweep(self) -> int:
-        """Remove what retention no longer needs, and return the freed bytes."""
+    async def sweep(self, unfreed: Collection[str] = ()) -> int:
+        """Remove what retention no longer needs, and return the freed bytes.
+
+        Retired samplers stay whose weights are of the versions `unfreed`.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from skyrl_actors.journal import loading, stored_images, usage
 from skyrl_actors.journal import tables as t
+from skyrl_actors.journal.encoding import from_json
 from skyrl_actors.journal.entries import SnapshotDropped
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.retention import Retention, plan_sweep
@@ -48,13 +49,25 @@ class Swept:
 
 
 class Sweeper:
-    """One sweep of the journal. `now` is in seconds since the epoch."""
+    """One sweep of the journal.
 
-    def __init__(self, store: Store, kinds: Kinds, policy: Retention, now: float):
+    `now` is in seconds since the epoch. Retired samplers of the versions `unfreed` stay, so that a
+    start after a kill can free their weights.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        kinds: Kinds,
+        policy: Retention,
+        now: float,
+        unfreed: frozenset[str] = frozenset(),
+    ):
         self._store = store
         self._kinds = kinds
         self._policy = policy
         self._now = now
+        self._unfreed = unfreed
         self._before = now - policy.retention_s
         self._size = 50
 
@@ -79,10 +92,7 @@ class Sweeper:
         ):
             yield from self._chunks(OP.session_id == session_id, ANSWERED)
             with self._store.removing() as connection:
-                samplers = t.samplers.c
-                connection.execute(
-                    sa.delete(t.samplers).where(samplers.session_id == session_id, samplers.retired)
-                )
+                self._remove_retired(connection, t.samplers.c.session_id == session_id)
                 connection.execute(sa.delete(t.sessions).where(column.session_id == session_id))
 
     def _idle(self) -> Iterator[Swept]:
@@ -173,8 +183,23 @@ class Sweeper:
 
     def _retired_samplers(self) -> Swept:
         with self._store.removing() as connection:
-            done = connection.execute(sa.delete(t.samplers).where(t.samplers.c.retired))
-        return Swept(done.rowcount)
+            return Swept(self._remove_retired(connection))
+
+    def _remove_retired(self, connection: sa.Connection, *where: sa.ColumnElement[bool]) -> int:
+        """Remove retired samplers whose weights are freed, and return their number."""
+        column = t.samplers.c
+        rows = connection.execute(
+            sa.select(column.sampler_id, column.weights).where(column.retired, *where)
+        )
+        freed = [
+            {"of": row.sampler_id}
+            for row in rows
+            if from_json(row.weights).version not in self._unfreed
+        ]
+        if freed:
+            remove = sa.delete(t.samplers).where(column.sampler_id == sa.bindparam("of"))
+            connection.execute(remove, freed)
+        return len(freed)
 
     def _old_usage(self) -> Swept:
         """Remove what nobody asks for any more: old usage, and old access to checkpoints."""

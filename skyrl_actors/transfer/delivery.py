@@ -64,6 +64,13 @@ class Delivery:
             raise PartDown(f"{self._policy.name} is restarting: {self._policy.down}")
         return await self.transfer.deliver(manifest, self._policy.group, engines)
 
+    def unfreed(self, base_model: str) -> list[SamplerWeights]:
+        """Return the parts of dropped versions whose files may still be there."""
+        return [
+            SamplerWeights(version=part.version, parts=(part,), base_model=base_model)
+            for part in self._left
+        ]
+
     async def discard(self, weights: SamplerWeights, engines: list[ActorHandle[Any]]) -> None:
         """Free what was written for a version. Files of named checkpoints stay.
 

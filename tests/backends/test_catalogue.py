@@ -165,10 +165,26 @@ async def test_versions_of_a_parked_base_model_are_freed_when_it_is_back():
     weights = SamplerWeights(version="m-b@1", base_model="b")
     await backend.drop_sampler(weights)
     assert ("drop_sampler", "m-b@1") not in factory.built["b"].calls
+    assert backend.unfreed() == [weights]
     await backend.delete_model(spec("b"))
     assert "resume b" not in factory.log, "nothing to delete, so b is not moved"
     await backend.create_model(spec("b"), FIRST)
     assert ("drop_sampler", "m-b@1") in factory.built["b"].calls
+    assert not backend.unfreed()
+
+
+async def test_versions_that_an_unloaded_base_model_did_not_free_are_freed_when_it_is_back():
+    factory = FakeFactory("ab", max_loaded=1)
+    backend, _ = await started(factory)
+    await backend.create_model(spec("b"), FIRST)
+    weights = SamplerWeights(version="m-b@1", base_model="b")
+    factory.built["b"].left.append(weights)  # its ranks restarted when it was dropped
+    await backend.create_model(spec("a"), FIRST)
+    assert "close b" in factory.log
+    assert backend.unfreed() == [weights]
+    await backend.create_model(spec("b", "second"), FIRST)
+    assert ("drop_sampler", "m-b@1") in factory.built["b"].calls
+    assert not backend.unfreed()
 
 
 async def test_a_base_model_that_cannot_be_loaded_fails_its_own_requests_only():

@@ -1,7 +1,9 @@
 """Housekeeping loops: silent sessions, sweeps, clocks, abandoned files."""
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Sample, SamplingParams
 from skyrl_actors.messages.results import Loaded
+from skyrl_actors.messages.weights import SamplerWeights
 from tests.fakes import FakeBackend
 
 
@@ -42,19 +45,42 @@ class Job:
 
 
 class Records(Job):
-    async def sweep(self) -> int:  # type: ignore[override]
+    async def sweep(self, unfreed: Collection[str] = ()) -> int:  # type: ignore[override]
         return super().sweep()
 
 
 async def test_a_failed_sweep_ends_neither_its_loop_nor_the_other_sweeps():
     folders, sessions, journal = Job(), Job(), Records()
-    sweeping = housekeeping.sweep(folders, Disk(), sessions, journal, 0.001, 1.0)  # type: ignore[arg-type]
-    loop = asyncio.create_task(sweeping)
+    context: Any = SimpleNamespace(
+        folders=folders, disk=Disk(), backend=FakeBackend(), config=ClusterConfig()
+    )
+    loop = asyncio.create_task(housekeeping.sweep(context, sessions, journal, 0.001))  # type: ignore[arg-type]
     async with asyncio.timeout(10):
         while min(folders.calls, sessions.calls, journal.calls) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert not loop.done()
     loop.cancel()
+
+
+async def test_a_sweep_leaves_the_samplers_whose_files_are_not_freed():
+    """So that a start after a kill frees them."""
+    backend, known = FakeBackend(), list[Collection[str]]()
+    backend.left.append(SamplerWeights(version="m@1"))
+
+    class Swept(Records):
+        async def sweep(self, unfreed: Collection[str] = ()) -> int:  # type: ignore[override]
+            known.append(unfreed)
+            return 0
+
+    context: Any = SimpleNamespace(
+        folders=Job(), disk=Disk(), backend=backend, config=ClusterConfig()
+    )
+    loop = asyncio.create_task(housekeeping.sweep(context, Job(), Swept(), 0.001))  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        while not known:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    loop.cancel()
+    assert known[0] == {"m@1"}
 
 
 async def test_a_session_that_cannot_be_freed_does_not_block_freeing_others():

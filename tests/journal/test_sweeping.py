@@ -341,3 +341,31 @@ def test_a_step_counts_few_images():
     assert with_few_images([many, few, many, few]) == [many, few]
     assert with_few_images([row(" ".join(["d"] * 900)), few]) == [row(" ".join(["d"] * 900))]
     assert with_few_images([few, row(None)]) == [few, row(None)]
+
+
+@pytest.mark.parametrize("session", ["open", "ended"])
+async def test_retired_samplers_stay_until_their_weights_are_freed(
+    config: JournalConfig, session: str
+):
+    journal = await opened(config)
+    for number, version in enumerate("ab"):
+        sampler_id = f"s:sample:{number}"
+        await journal.write(
+            SamplerOpened(
+                sampler_id=sampler_id,
+                session_id="s",
+                base_model="tiny",
+                model_path=None,
+                weights=SamplerWeights(version=version),
+                owner=MODEL,
+                number=1 + number,
+            ),
+            SamplerRetired(sampler_id),
+        )
+    if session == "ended":
+        await journal.write(SessionEnded("s", OLD))
+    await journal.sweep({"b", "of nobody"})
+    assert [weights.version for weights in await journal.retired_weights()] == ["b"]
+    await journal.sweep()
+    assert not await journal.retired_weights()
+    await journal.close()

@@ -511,6 +511,9 @@ class SimBackend:
         for part in weights.parts:
             self.machines.exports.pop(part.path, None)
 
+    def unfreed(self) -> list[SamplerWeights]:
+        return []
+
     async def sample(
         self,
         request_id: str,

@@ -6,6 +6,7 @@ it.
 
 import asyncio
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -301,7 +302,7 @@ class SimJournal:
             raise Corrupt(f"{snapshot.folder} is damaged")
         return Path(snapshot.folder)
 
-    async def sweep(self) -> int:
+    async def sweep(self, unfreed: Collection[str] = ()) -> int:
         return 0
 
     async def close(self) -> None:

@@ -68,8 +68,10 @@ async def test_a_version_that_is_dropped_while_ranks_restart_is_freed_with_a_lat
         group.group = None
         await delivery.discard(version("v2"), [])
     assert not ranks.deleted
+    assert [one.version for one in delivery.unfreed("tiny")] == ["v1", "v2"]
     group.group, group.down = ranks, None
     await delivery.discard(version("v3"), [])
+    assert not delivery.unfreed("tiny")
     assert ranks.deleted == ["/weights/v1", "/weights/v2", "/weights/v3"]
 
 
