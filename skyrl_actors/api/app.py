@@ -34,6 +34,7 @@ from skyrl_actors.api.error_bodies import HOSTED, error_answer
 from skyrl_actors.api.state import ARCHIVES, PATIENCE_S, ApiState, shown, state_of
 from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
+from skyrl_actors.transport.byte_budget import ByteBudget
 
 log = logging.getLogger(__name__)
 # These routes come first in the route table, because every step and sample calls them.
@@ -199,26 +200,39 @@ class Guard:
         elif not length.isdigit() or int(length) > limit:
             text = f"the body has {length} bytes; at most {limit} are allowed"
             await error_answer(scope["path"], text, "user", 413)(scope, receive, send)
+        elif not state.open_requests.enter(owner := caller.owner or ""):
+            text = (
+                f"{state.open_requests.limit} requests of this API key are open; "
+                "wait for some of their answers"
+            )
+            await _busy(scope["path"], text)(scope, receive, send)
         else:
             try:
-                lease = await state.body_budget.take(
-                    caller.owner or "", room_for(headers, limit), PATIENCE_S
-                )
-            except TimeoutError:
-                text = (
-                    f"{state.body_budget.taken} bytes of request bodies are being read; "
-                    f"at most {state.body_budget.limit} are allowed; try again later"
-                )
-                busy = error_answer(scope["path"], text, "user", 429, {"Retry-After": "1"})
-                await busy(scope, receive, send)
-                return
-            scope.setdefault("state", {}).update(caller=caller, body_lease=lease)
-            OWNER.set(caller.owner or "")
-            bounded = BoundedBody(scope["path"], receive, send, limit)
-            try:
-                await self.app(scope, bounded.receive, bounded.send)
+                await self._admitted(scope, receive, send, caller, room_for(headers, limit), limit)
             finally:
-                lease.release()
+                state.open_requests.leave(owner)
+
+    async def _admitted(
+        self, scope: Scope, receive: Receive, send: Send, caller: Caller, room: int, limit: int
+    ) -> None:
+        """Pass a request on when there is room for its body."""
+        budget: ByteBudget = scope["app"].state.api.body_budget
+        try:
+            lease = await budget.take(caller.owner or "", room, PATIENCE_S)
+        except TimeoutError:
+            text = (
+                f"{budget.taken} bytes of request bodies are being read; "
+                f"at most {budget.limit} are allowed; try again later"
+            )
+            await _busy(scope["path"], text)(scope, receive, send)
+            return
+        scope.setdefault("state", {}).update(caller=caller, body_lease=lease)
+        OWNER.set(caller.owner or "")
+        bounded = BoundedBody(scope["path"], receive, send, limit)
+        try:
+            await self.app(scope, bounded.receive, bounded.send)
+        finally:
+            lease.release()
 
     @staticmethod
     async def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
@@ -231,6 +245,10 @@ class Guard:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         grant = await grant_of_credential(state, given)
         return None if grant is None else Caller(grant)
+
+
+def _busy(path: str, text: str) -> JSONResponse:
+    return error_answer(path, text, "user", 429, {"Retry-After": "1"})
 
 
 def is_of_another_site(method: str, headers: dict[str, str], public_url: str | None) -> bool:

@@ -10,6 +10,7 @@ from ray.serve.schema import LoggingConfig
 from skyrl_actors import heap
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.connect import client_of
+from skyrl_actors.api.open_requests import MOST_OPEN
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.observe.process import Observed
@@ -43,7 +44,7 @@ typed_serve = cast(TypedServe, serve)
 
 @typed_serve.deployment(
     name="tinker-api",
-    max_ongoing_requests=4000,
+    max_ongoing_requests=MOST_OPEN,
     ray_actor_options={"num_cpus": 0},
     # Replicas have no state: a client whose long poll is cut repeats it.
     graceful_shutdown_wait_loop_s=0.2,

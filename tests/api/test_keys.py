@@ -1,5 +1,6 @@
 """API keys: each sees its own objects, keys are stored as hashes, and tokens replace them."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -30,10 +31,10 @@ ALICE, BOB = "tml-alice-0123456789", "tml-bob-9876543210"
 
 @asynccontextmanager
 async def of_alice_and_bob(
-    config: ClusterConfig,
+    config: ClusterConfig, backend: AnsweringBackend | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
     async with (
-        edge(config, **{"X-API-Key": ALICE}) as alice,
+        edge(config, backend, **{"X-API-Key": ALICE}) as alice,
         httpx.AsyncClient(
             transport=alice._transport, base_url=alice.base_url, headers={"X-API-Key": BOB}
         ) as bob,
@@ -381,3 +382,27 @@ async def test_ids_that_are_paths_are_unknown_without_keys_too(tmp_path: Path):
         body = {"source_path": f"tinker://{model_id}/weights/one", "model_seq_id": 5}
         answer = await anyone.post("/copy_weights", json={**body, "session_id": "../../outside"})
         assert answer.status_code == 404 and not (tmp_path.parent / "outside_train_5").exists()
+
+
+async def test_a_key_with_too_many_open_requests_is_told_and_others_are_served(tmp_path: Path):
+    config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={ALICE}", BOB)))
+    backend = AnsweringBackend(str(config.checkpoint_dir))
+    async with of_alice_and_bob(config, backend) as (alice, bob):
+        state: ApiState = alice._transport.app.state.api  # type: ignore[attr-defined]
+        assert state.open_requests.limit == 4000, "of 8,000 with two processes"
+        state.open_requests.limit = 3
+        _, model_id = await with_checkpoints(alice)
+        backend.go.clear()
+        step = await posted(alice, "/optim_step", model_id=model_id, adam_params={}, seq_id=4)
+        polls = [
+            asyncio.create_task(posted(alice, "/retrieve_future", request_id=step["request_id"]))
+            for _ in range(3)
+        ]
+        async with asyncio.timeout(10):
+            while not (refused := await alice.get("/get_server_capabilities")).is_error:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert refused.status_code == 429 and "3 requests of this API key" in refused.text
+        assert (await bob.get("/get_server_capabilities")).is_success
+        backend.go.set()
+        await asyncio.gather(*polls)
+        assert (await alice.get("/get_server_capabilities")).is_success
