@@ -16,7 +16,9 @@ from skyrl_actors.fair_queue import FairQueue, Ticket
 class Place:
     """One request in the engines.
 
-    `tokens` is the maximum at first. The holder replaces it by the number of tokens used.
+    `tokens` is the maximum at first. The holder replaces it by the number of tokens used. One that
+    is cancelled does not know it and pays the maximum: otherwise a tenant that cancels its requests
+    just before they end would always be the next.
     """
 
     sequences: int
@@ -68,11 +70,7 @@ class FairSlots:
                 self._admit()
             raise
         try:
-            yield place
-        except asyncio.CancelledError:  # nobody gets what it computed
-            if place.tokens == tokens:  # the holder has not counted what it used
-                place.tokens = 0
-            raise
+            yield place  # a holder that is cancelled has paid its maximum, or what it counted
         finally:
             self._give(ticket)
 
