@@ -321,7 +321,7 @@ class RayBackend:
         try:
             await self.parts.engines.drop(weights)
         finally:
-            await self.parts.delivery.discard(weights, self.parts.engines.actors)
+            await self.parts.delivery.discard(weights, self.parts.engines.engines)
 
     def unfreed(self) -> list[SamplerWeights]:
         return self.parts.delivery.unfreed(self._name)

@@ -216,9 +216,7 @@ class RunningParts:
             self.groups[role] = parts.supervisor(
                 role, self._standby, self._load_context, self._on_group_up
             )
-        self._delivery = Delivery(
-            build_transfer(config), self.groups["policy"], config.transfer.folder
-        )
+        self._delivery = Delivery(build_transfer(config), self.groups["policy"])
         self._engines = build_pool(
             config,
             self._base_folder,

@@ -338,9 +338,7 @@ def end_parts(name: str) -> None:
 def transfer_folders(config: ClusterConfig) -> list[Path]:
     """Return the folders of exported weights, one for each base model of each shard."""
     return [
-        own.transfer.folder / own.name
-        for shard in shard_configs(config)
-        for own in shard.served().values()
+        own.transfer_folder for shard in shard_configs(config) for own in shard.served().values()
     ]
 
 

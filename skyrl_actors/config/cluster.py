@@ -217,7 +217,7 @@ class ClusterConfig(FrozenConfig):
                 key = ".".join((label, *(str(part) for part in first["loc"])))
                 text = first["msg"].removeprefix("Value error, ")
                 raise ValueError(f"base_models.{key}: {text}") from None
-            folder = own.transfer.folder / self.name
+            folder = own.transfer_folder
             found[own.base_model.name] = own.model_copy(
                 update={
                     "name": f"{self.name}:{label}",
@@ -227,6 +227,11 @@ class ClusterConfig(FrozenConfig):
                 }
             )
         return found
+
+    @property
+    def transfer_folder(self) -> Path:
+        """The folder of exported weights, which has the service's name and ends with it."""
+        return self.transfer.folder / self.name
 
     def logprob_bound(self, quantized_base: bool = False) -> float:
         """Return the bound of the logprob check in nats, by the coarser of both dtypes."""
@@ -243,6 +248,19 @@ class ClusterConfig(FrozenConfig):
         if "folder" in journal.model_fields_set:
             return journal
         return journal.model_copy(update={"folder": place_in(info.data, "journal")})
+
+    @model_validator(mode="after")
+    def _transfers_have_a_folder_of_their_own(self) -> "ClusterConfig":
+        for key, kept in (
+            ("checkpoint_dir", self.checkpoint_dir),
+            ("journal.folder", self.journal.folder),
+        ):
+            if kept.is_relative_to(self.transfer_folder):
+                raise ValueError(
+                    f"{key} {kept} is in {self.transfer_folder}, whose files are removed when "
+                    "samplers are done; choose another folder, or another transfer.folder"
+                )
+        return self
 
     @model_validator(mode="after")
     def _shards_have_journals(self) -> "ClusterConfig":

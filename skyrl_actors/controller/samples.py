@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
+from skyrl_actors.controller.housekeeping import attempt
 from skyrl_actors.controller.ledger import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ledger
 from skyrl_actors.controller.operations import Op, Outcome, failed
 from skyrl_actors.controller.presence import FellSilent, Presence
@@ -248,12 +249,9 @@ class Samples:
 
     async def _drop(self, weights: SamplerWeights) -> None:
         """Free weights that no other sampler has, as samplers of one checkpoint do."""
-        # Weights of named checkpoints have no parts: their files stay.
         if weights.parts and not self.tenants.has_version(weights.version):
-            try:
-                await self.context.backend.drop_sampler(weights)
-            except InternalError as error:
-                log.warning("files of version %s were not freed: %s", weights.version, error)
+            what_fails = f"files of version {weights.version} were not freed"
+            await attempt(what_fails, self.context.backend.drop_sampler(weights))
 
 
 def tokens_taken(request: rq.Sample, result: Result) -> int:

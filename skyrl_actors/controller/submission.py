@@ -19,7 +19,7 @@ from skyrl_actors.controller.verbs import verb_of_model
 from skyrl_actors.controller.verbs.create_model import check_spec, spec_from
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.errors import Conflict, InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
 from skyrl_actors.messages.seeds import seeded
@@ -100,6 +100,11 @@ class Submission:
             request, None, self._context.configs.of(base), bases.of(base)
         )
         model_id = request.model_id
+        if await self._ledger.journal.was_unloaded(model_id):
+            raise Conflict(
+                f"model {model_id} was unloaded, and its id is not used again; "
+                "create a model with another model_seq_id"
+            )
         if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
             return known
         if request.from_path:

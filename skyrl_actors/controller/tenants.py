@@ -122,6 +122,11 @@ class TenantTable:
             raise NotFound(f"sampler {sampler_id!r} was dropped: {why}")
         raise NotFound(f"unknown sampler {sampler_id!r}")
 
+    def had_sampler(self, sampler_id: str) -> bool:
+        """Return whether a sampler is open, or was retired and its session is open."""
+        retired = self._expired.get(sampler_id.partition(":")[0], {})
+        return sampler_id in self.samplers or sampler_id in retired
+
     def add_sampler(self, sampler: Sampler, keep: int) -> list[Sampler]:
         """Add a sampler, and retire the model's oldest unnamed samplers beyond `keep`.
 

@@ -24,7 +24,7 @@ from skyrl_actors.journal.entries import Entry, JournalState, Operation, Snapsho
 from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.images import images_in, with_images
 from skyrl_actors.journal.kinds import Kinds
-from skyrl_actors.journal.loading import newest_acts
+from skyrl_actors.journal.loading import newest_acts, was_unloaded
 from skyrl_actors.journal.locks import LOCK_WAIT_S, DatabaseLock, FolderLock
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import KEEP_SNAPSHOTS, Retention
@@ -62,6 +62,7 @@ class SqlJournal:
         self._mirror = mirrored.mirror_of(config.mirror)
         self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS, wall, self._mirror)
         self._packs = PackStore(self.folder / opening.PACKS, self._mirror)
+        self._retired = set[str]()  # samplers, as the last sweep saw them
         self._store: Store | None = None
         self._commits: GroupCommit | None = None
         # of this object's sessions in the database
@@ -207,6 +208,9 @@ class SqlJournal:
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         return await self._read(self.store.snapshots, model_id)
 
+    async def was_unloaded(self, model_id: str) -> bool:
+        return await self._read(was_unloaded, self.store.engine, self._kinds, model_id)
+
     async def retired_weights(self) -> list[SamplerWeights]:
         return await self._read(self.store.retired_weights)
 
@@ -247,7 +251,9 @@ class SqlJournal:
 
     async def sweep(self, unfreed: Collection[str] = ()) -> int:
         policy = Retention(self.config.retention_s, KEEP_SNAPSHOTS)
-        steps = Sweeper(self.store, self._kinds, policy, self.wall(), frozenset(unfreed)).steps()
+        steps = Sweeper(
+            self.store, self._kinds, policy, self.wall(), unfreed, self._retired
+        ).steps()
         freed = 0
         try:
             while True:

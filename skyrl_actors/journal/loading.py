@@ -141,6 +141,19 @@ def _creations(connection: sa.Connection, kinds: Kinds) -> list[Operation]:
     return [operation_of(row) for row in connection.execute(query)]
 
 
+def was_unloaded(engine: sa.Engine, kinds: Kinds, model_id: str) -> bool:
+    """Return whether a model was unloaded. Sweeps keep that while its session is open."""
+    query = sa.select(OP.number).where(
+        t.LIFETIMES,
+        OP.kind == kinds.ends,
+        OP.model_id == model_id,
+        OP.answered_at.is_not(None),
+        ~OP.failed,
+    )
+    with engine.connect() as connection:
+        return connection.execute(query.limit(1)).first() is not None
+
+
 def models(engine: sa.Engine) -> list[dict[str, Any]]:
     """Return one row for each model: id, operations, step, first and last time."""
     query = (

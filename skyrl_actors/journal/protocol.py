@@ -81,6 +81,10 @@ class Journal(Protocol):
         """Return a model's snapshots, newest first."""
         ...
 
+    async def was_unloaded(self, model_id: str) -> bool:
+        """Return whether a model of an open session was unloaded."""
+        ...
+
     async def retired_weights(self) -> list[SamplerWeights]:
         """Return the weights of retired samplers, until a sweep removes their rows."""
         ...

@@ -7,7 +7,7 @@ Packs count the rows that refer to them, and a pack is removed with its last row
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,10 @@ class Swept:
 class Sweeper:
     """One sweep of the journal.
 
-    `now` is in seconds since the epoch. Retired samplers of the versions `unfreed` stay, so that a
-    start after a kill can free their weights.
+    `now` is in seconds since the epoch. A retired sampler stays while its version is in `unfreed`,
+    so that a start after a kill can free its weights. It also stays if the sweep before did not see
+    it: its weights may be about to be freed. `seen` has the samplers that it saw, and gets those
+    that this one sees.
     """
 
     def __init__(
@@ -61,13 +63,14 @@ class Sweeper:
         kinds: Kinds,
         policy: Retention,
         now: float,
-        unfreed: frozenset[str] = frozenset(),
+        unfreed: Collection[str],
+        seen: set[str],
     ):
         self._store = store
         self._kinds = kinds
         self._policy = policy
         self._now = now
-        self._unfreed = unfreed
+        self._unfreed, self._seen = unfreed, seen
         self._before = now - policy.retention_s
         self._size = 50
 
@@ -78,7 +81,11 @@ class Sweeper:
         yield from self._ended_sessions()
         yield from self._idle()
         for model_id in self._unloaded_models():
-            yield from self._chunks(OP.model_id == model_id, ANSWERED)
+            yield from self._chunks(
+                OP.model_id == model_id,
+                ANSWERED,
+                sa.or_(OP.kind != self._kinds.ends, OP.session_id.not_in(loading.LIVE)),
+            )
         for model_id in self._live_models():
             yield from self._model(model_id)
         yield self._retired_samplers()
@@ -91,9 +98,11 @@ class Sweeper:
             sa.select(column.session_id).where(column.ended_at < self._before)
         ):
             yield from self._chunks(OP.session_id == session_id, ANSWERED)
+            left = sa.exists().where(OP.session_id == session_id)  # unanswered ones
             with self._store.removing() as connection:
-                self._remove_retired(connection, t.samplers.c.session_id == session_id)
-                connection.execute(sa.delete(t.sessions).where(column.session_id == session_id))
+                connection.execute(
+                    sa.delete(t.sessions).where(column.session_id == session_id, ~left)
+                )
 
     def _idle(self) -> Iterator[Swept]:
         """Remove samples and answered operations that did not change their model.
@@ -120,11 +129,20 @@ class Sweeper:
         )
 
     def _unloaded_models(self) -> Sequence[str]:
+        """Return unloaded models with operations that are not needed.
+
+        The unload itself is needed while its session is open: its model's id is not used again.
+        """
+        other = t.operations.alias().c
         where = (
             t.LIFETIMES,
             OP.kind == self._kinds.ends,
             OP.answered_at < self._before,
             ~OP.failed,
+            sa.or_(
+                OP.session_id.not_in(loading.LIVE),
+                sa.exists().where(other.model_id == OP.model_id, other.kind != self._kinds.ends),
+            ),
         )
         return self._ids(sa.select(OP.model_id).where(*where))
 
@@ -182,24 +200,23 @@ class Sweeper:
         return Swept(0, self._store.packs.remove(emptied))
 
     def _retired_samplers(self) -> Swept:
-        with self._store.removing() as connection:
-            return Swept(self._remove_retired(connection))
-
-    def _remove_retired(self, connection: sa.Connection, *where: sa.ColumnElement[bool]) -> int:
-        """Remove retired samplers whose weights are freed, and return their number."""
         column = t.samplers.c
-        rows = connection.execute(
-            sa.select(column.sampler_id, column.weights).where(column.retired, *where)
-        )
-        freed = [
-            {"of": row.sampler_id}
-            for row in rows
-            if from_json(row.weights).version not in self._unfreed
-        ]
-        if freed:
-            remove = sa.delete(t.samplers).where(column.sampler_id == sa.bindparam("of"))
-            connection.execute(remove, freed)
-        return len(freed)
+        with self._store.removing() as connection:
+            rows = connection.execute(
+                sa.select(column.sampler_id, column.weights).where(column.retired)
+            ).all()
+            freed = [
+                {"of": row.sampler_id}
+                for row in rows
+                if row.sampler_id in self._seen
+                and from_json(row.weights).version not in self._unfreed
+            ]
+            if freed:
+                remove = sa.delete(t.samplers).where(column.sampler_id == sa.bindparam("of"))
+                connection.execute(remove, freed)
+        self._seen.clear()
+        self._seen.update(row.sampler_id for row in rows)
+        return Swept(len(freed))
 
     def _old_usage(self) -> Swept:
         """Remove what nobody asks for any more: old usage, and old access to checkpoints."""
@@ -222,7 +239,7 @@ class Sweeper:
             )
             self._adapt(time.monotonic() - began)
             yield step
-            if found < size:
+            if found < size and step.rows == found:
                 return
 
     def _adapt(self, took_s: float) -> None:

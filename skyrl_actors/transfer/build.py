@@ -13,8 +13,7 @@ STREAM_TIMEOUT_S = 120.0  # longest wait of one end of a stream for the other
 
 def build_transfer(config: ClusterConfig) -> Transfer:
     """Return the configured transfer, with a folder of this service's own."""
-    asked = config.transfer
-    folder = asked.folder / config.name
+    asked, folder = config.transfer, config.transfer_folder
     if isinstance(asked, StreamTransferConfig) and asked.type != "ipc":
         return StreamTransfer(
             folder,

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,21 @@ from skyrl_actors.messages.errors import InternalError, PartDown
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.storage.files import remove
 from skyrl_actors.transfer.rounds import Rounds
-from skyrl_actors.transfer.transport import EnginePlace, EngineTarget, Transfer
+from skyrl_actors.transfer.transport import EnginePlace, EngineTarget, Receiver, Transfer
 
 log = logging.getLogger(__name__)
 MOST_LEFT = 10_000
 
 
 class Delivery:
-    """The configured transfer with its ranks. Files outside of `folder` are not its own."""
+    """The configured transfer with its ranks. It frees nothing outside of the transfer's folder."""
 
-    def __init__(self, transfer: Transfer, policy: GroupSupervisor, folder: Path):
+    def __init__(self, transfer: Transfer, policy: GroupSupervisor):
         self.transfer = transfer
         self._policy = policy
-        self._folder = str(folder)
         self._rounds = Rounds(self._deliver)
-        self._left = deque[WeightManifest](maxlen=MOST_LEFT)  # to be freed
+        self._left: dict[str, WeightManifest] = {}  # by path: what somebody must still free
+        self._freeing: set[str] = set()
 
     async def deliver(
         self,
@@ -46,11 +45,7 @@ class Delivery:
         The caller holds a phase, so this must not wait for a restarting group: the group may need
         another phase. Raises PartDown then.
         """
-        if (
-            engine is None
-            or not self.transfer.needs_group
-            or not manifest.path.startswith(self._folder)
-        ):
+        if engine is None or not self.transfer.needs_group or not self._is_own(manifest):
             return None  # the engine maps the file where it is
         target = EngineTarget(engine, place)
         if not self.transfer.shares or manifest.kind == "lora":
@@ -68,35 +63,48 @@ class Delivery:
         """Return the parts of dropped versions whose files may still be there."""
         return [
             SamplerWeights(version=part.version, parts=(part,), base_model=base_model)
-            for part in self._left
+            for part in self._left.values()
         ]
 
-    async def discard(self, weights: SamplerWeights, engines: list[ActorHandle[Any]]) -> None:
+    async def discard(self, weights: SamplerWeights, engines: Sequence[Receiver]) -> None:
         """Free what was written for a version. Files of named checkpoints stay.
 
         This does not wait for a restarting group, which may need devices that the caller's base
-        model does not have. What other machines do not free now is freed with a later version.
+        model does not have, nor for an engine that starts. What they do not free now is freed with
+        a later version.
         """
-        self._left.extend(part for part in weights.parts if part.path.startswith(self._folder))
+        own = [part for part in weights.parts if self._is_own(part)]
+        self._left.update((part.path, part) for part in own)
+        everyone = self._policy.group is not None and self._policy.down is None
+        if self.transfer.needs_group:  # engines have copies
+            everyone &= all(engine.health == "HEALTHY" for engine in engines if engine.managed)
         fault: InternalError | None = None
-        for _ in range(len(self._left)):
-            part = self._left.popleft()
+        # While somebody is missing, earlier parts would be asked for in vain.
+        for part in list(self._left.values()) if everyone else own:
+            if part.path in self._freeing:
+                continue
+            self._freeing.add(part.path)
             try:
                 await self._free(part, engines)
+                if everyone:
+                    self._left.pop(part.path, None)
             except InternalError as error:
-                self._left.append(part)
                 fault = fault or error
-            except BaseException:
-                self._left.append(part)
-                raise
+            finally:
+                self._freeing.discard(part.path)
+        while len(self._left) > MOST_LEFT:
+            log.warning("%s is never removed", self._left.pop(next(iter(self._left))).path)
         if fault is not None:
             raise fault
 
-    async def _free(self, part: WeightManifest, engines: list[ActorHandle[Any]]) -> None:
+    def _is_own(self, part: WeightManifest) -> bool:
+        return Path(part.path).is_relative_to(self.transfer.folder)
+
+    async def _free(self, part: WeightManifest, engines: Sequence[Receiver]) -> None:
         if self._policy.group is not None and self._policy.down is None:
-            await self.transfer.discard(part, self._policy.group, engines)
+            living = [e.actor for e in engines if e.health == "HEALTHY" and e.actor is not None]
+            await self.transfer.discard(part, self._policy.group, living)
             return
-        self._left.append(part)
         try:
             await asyncio.to_thread(remove, Path(part.path))  # if it is on this machine
         except OSError as error:

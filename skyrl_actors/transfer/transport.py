@@ -35,8 +35,26 @@ class EngineTarget:
     place: EnginePlace
 
 
+class Receiver(Protocol):
+    """An engine that may have received files. `managed`: it is one of this service."""
+
+    @property
+    def managed(self) -> bool: ...
+
+    @property
+    def health(self) -> str: ...
+
+    @property
+    def actor(self) -> ActorHandle[Any] | None: ...
+
+
 class Transfer(Protocol):
     """One way to bring weights to engines."""
+
+    @property
+    def folder(self) -> Path:
+        """Where versions are written; nothing else is there."""
+        ...
 
     @property
     def shares(self) -> bool:

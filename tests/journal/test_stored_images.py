@@ -12,15 +12,22 @@ import sqlalchemy as sa
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal import tables
-from skyrl_actors.journal.entries import Operation, SessionOpened
+from skyrl_actors.journal.entries import Operation, SessionEnded, SessionOpened
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.journal.stored_images import ADD
 from skyrl_actors.messages.columns import columns_from
 from skyrl_actors.messages.errors import Corrupt, Unavailable
 from skyrl_actors.messages.example import Example
 from skyrl_actors.messages.images import Picture
-from skyrl_actors.messages.model import LossCall
-from skyrl_actors.messages.requests import ForwardBackward, Request, Sample, SamplingParams
+from skyrl_actors.messages.model import LossCall, ModelSpec
+from skyrl_actors.messages.requests import (
+    CreateModel,
+    ForwardBackward,
+    Request,
+    Sample,
+    SamplingParams,
+    Unload,
+)
 from tests.journal.test_sweeping import MODEL, NOW, OLD, done
 
 LARGE = 100_000
@@ -191,3 +198,22 @@ async def test_a_commit_with_images_can_be_repeated(config: JournalConfig):
 def rows_of_images(journal: SqlJournal) -> list[Any]:
     with journal.store.engine.connect() as connection:
         return list(connection.execute(sa.select(tables.images)))
+
+
+@pytest.mark.parametrize("is_unloaded", [True, False])
+async def test_rows_with_many_images_are_removed_by_one_sweep(
+    config: JournalConfig, is_unloaded: bool
+):
+    journal = await opened(config)
+    spec = ModelSpec(model_id=MODEL, base_model="tiny")
+    await journal.write(*done(1, CreateModel(spec=spec, session_id="s"), effect="applied"))
+    for number in range(2, 5):
+        images = batch(*(f"{number}.{image}" for image in range(120)))
+        await journal.write(*done(number, images, effect="applied"))
+    if is_unloaded:
+        await journal.write(*done(5, Unload(MODEL)))
+    await journal.write(SessionEnded("s", OLD))
+    await journal.sweep()
+    assert not [number for number in range(1, 6) if await journal.find(f"r{number}")]
+    assert not list((journal.folder / "packs").iterdir())
+    await journal.close()

@@ -31,7 +31,7 @@ async def test_a_sweep_ends_when_another_service_has_begun(config: JournalConfig
     old = SqlJournal(config, KINDS)
     await old.open("old")
     await old.write(accepted(1))
-    steps = Sweeper(old.store, KINDS, Retention(10, 3), time.time()).steps()
+    steps = Sweeper(old.store, KINDS, Retention(10, 3), time.time(), (), set()).steps()
     next(steps)  # the sweep has begun; then the process stands still
     new = successor(old)
     new.begin_epoch("new", KINDS)

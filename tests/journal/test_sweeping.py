@@ -230,8 +230,25 @@ async def test_an_unloaded_model_is_removed_with_its_snapshots(
     journal = SqlJournal(config.model_copy(update={"retention_s": 50.0}), KINDS, lambda: NOW + 20)
     assert (await journal.open("x")).operations == ()
     await journal.sweep()
-    assert await left(journal) == [] and not list((journal.folder / "snapshots").iterdir())
-    assert not list((journal.folder / "packs").iterdir())
+    assert await left(journal) == [3], "so that the id is not used again"
+    assert await journal.was_unloaded(MODEL) and not await journal.was_unloaded("s:train:1")
+    assert not list((journal.folder / "snapshots").iterdir())
+    await journal.write(SessionEnded("s", OLD))
+    await journal.sweep()
+    assert await left(journal) == [] and not list((journal.folder / "packs").iterdir())
+    await journal.close()
+
+
+async def test_an_ended_session_stays_until_its_last_operation_is_answered(config: JournalConfig):
+    """Otherwise nothing would remove what was not answered when its session was removed."""
+    journal = await opened(config)
+    accepted, answered = done(1, rq.OptimStep(MODEL, AdamParams()))
+    await journal.write(accepted, SessionEnded("s", OLD))
+    await journal.sweep()
+    assert await left(journal) == [1]
+    await journal.write(answered)
+    await journal.sweep()
+    assert await left(journal) == []
     await journal.close()
 
 
@@ -265,12 +282,12 @@ async def test_a_sweep_consists_of_short_steps(config: JournalConfig):
                 for entry in done(number, sample(number))
             )
         )
-    sweeper = Sweeper(journal.store, KINDS, Retention(50.0, 2), NOW)
+    sweeper = Sweeper(journal.store, KINDS, Retention(50.0, 2), NOW, (), set())
     steps = [step.rows for step in sweeper.steps()]
     assert sum(steps) == 3000 and max(steps) <= LARGEST and len(steps) > 6
     assert [
         step.rows
-        for step in Sweeper(journal.store, KINDS, Retention(50.0, 2), NOW).steps()
+        for step in Sweeper(journal.store, KINDS, Retention(50.0, 2), NOW, (), set()).steps()
         if step.rows
     ] == []
     await journal.close()
@@ -364,6 +381,8 @@ async def test_retired_samplers_stay_until_their_weights_are_freed(
         )
     if session == "ended":
         await journal.write(SessionEnded("s", OLD))
+    await journal.sweep()
+    assert len(await journal.retired_weights()) == 2, "they may be about to be freed"
     await journal.sweep({"b", "of nobody"})
     assert [weights.version for weights in await journal.retired_weights()] == ["b"]
     await journal.sweep()

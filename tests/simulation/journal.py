@@ -269,6 +269,13 @@ class SimJournal:
         mine = [s for s in self.disk.snapshots.values() if s.model_id == model_id]
         return sorted(mine, key=lambda s: -s.number)
 
+    async def was_unloaded(self, model_id: str) -> bool:
+        await self._pass_time()
+        return any(
+            op.kind == "Unload" and op.model_id == model_id and op.answered_at and not op.failed
+            for op in self.disk.operations.values()
+        )
+
     async def retired_weights(self) -> list[SamplerWeights]:
         await self._pass_time()
         return list(self.disk.retired)

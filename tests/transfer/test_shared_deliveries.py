@@ -82,7 +82,7 @@ class Engine(Silent):
 async def pool_with(transfer: Any) -> tuple[EnginePool, Group, Any]:
     group = Group()
     supervisor: Any = SimpleNamespace(group=group, down=None, name="the policy group")
-    delivery = Delivery(transfer, supervisor, FOLDER)
+    delivery = Delivery(transfer, supervisor)
     check = LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print)
     pool = EnginePool("s", EngineConfig(), Path("/base"), delivery.deliver, check)
     engines: Any = [Engine(i) for i in range(len(WORKERS))]

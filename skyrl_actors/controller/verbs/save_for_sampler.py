@@ -11,7 +11,7 @@ from skyrl_actors.controller.verbs.saving import check_ttl, save
 from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables, ModelVerb, VerbContext
 from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import Conflict, InternalError, InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, checked_name
 from skyrl_actors.messages.requests import SaveForSampler
@@ -61,6 +61,10 @@ class SaveForSamplerVerb(ModelVerb[SaveForSampler]):
     ) -> Outcome:
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")
+        if context.tenants.had_sampler(request.sampler_id):
+            raise Conflict(
+                f"sampler {request.sampler_id} exists; use another sampling_session_seq_id"
+            )
         context.check_samplers(request.sampler_id, model.spec.model_id)
         weights = await context.backend.save_for_sampler(
             model.spec, op.reading, f"{request.model_id}@{model.versions + 1}"

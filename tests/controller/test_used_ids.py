@@ -1,0 +1,60 @@
+"""Ids of models and samplers are used once, because versions and files are named after them."""
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import Conflict
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from tests.controller.test_controller import done, model_in
+from tests.fakes import FakeBackend
+
+
+async def started(folder: Path) -> Controller:
+    config = ClusterConfig(base_model=TinyBase(name="tiny"), checkpoint_dir=folder / "checkpoints")
+    journal = SqlJournal(JournalConfig(folder=folder / "journal", retention_s=0.001), KINDS)
+    controller = Controller(config, FakeBackend(), journal)
+    await controller.start()
+    return controller
+
+
+async def saved(controller: Controller, model_id: str, sampler_id: str, seq_id: int) -> rs.Result:
+    request = rq.SaveForSampler(model_id=model_id, sampler_id=sampler_id, seq_id=seq_id)
+    return await done(controller, await controller.submit(request))
+
+
+async def test_an_unloaded_model_is_not_created_again(tmp_path: Path):
+    controller = await started(tmp_path)
+    session, model_id = await model_in(controller)
+    spec = ModelSpec(model_id=model_id, base_model="tiny", lora=LoraSpec(rank=4))
+    again = rq.CreateModel(spec=spec, session_id=session)
+    await controller.submit(again)  # a retry of the first
+    await done(controller, await controller.submit(rq.Unload(model_id)))
+    with pytest.raises(Conflict, match="was unloaded, and its id is not used again"):
+        await controller.submit(again)
+    await controller.journal.sweep()
+    await controller.abandon()
+    controller = await started(tmp_path)
+    with pytest.raises(Conflict, match="was unloaded"):
+        await controller.submit(again)
+    await controller.close()
+
+
+async def test_a_sampler_is_not_replaced_by_a_later_save(tmp_path: Path):
+    controller = await started(tmp_path)
+    session, model_id = await model_in(controller)
+    sampler_id = f"{session}:sample:0"
+    first = await saved(controller, model_id, sampler_id, 1)
+    assert isinstance(first, rs.SamplerSaved)
+    refused = await saved(controller, model_id, sampler_id, 2)
+    assert isinstance(refused, rs.Failure) and "exists" in refused.message
+    assert controller.tenants.sampler(sampler_id).weights.version == first.version
+    assert isinstance(await saved(controller, model_id, f"{session}:sample:1", 3), rs.SamplerSaved)
+    await controller.close()
