@@ -177,6 +177,9 @@ class FakeBackend:
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         self.calls.append(("drop_sampler", weights.version))
 
+    def runs(self, base_model: str) -> bool:
+        return True
+
     def unfreed(self) -> list[SamplerWeights]:
         return self.left
 

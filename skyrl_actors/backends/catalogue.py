@@ -13,6 +13,7 @@ from skyrl_actors.backends.loaded_bases import LoadedBases
 from skyrl_actors.backends.parkable import BaseModelFactory, ParkableBackend
 from skyrl_actors.colocation.residency import Place
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import StateLost
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
@@ -51,6 +52,9 @@ class CatalogueBackend:
         async with self._bases.using(spec.base_model) as backend:
             await backend.ready(spec)
 
+    def runs(self, base_model: str) -> bool:
+        return self._bases.name_of(base_model) in self._bases.backends
+
     async def residents(self) -> dict[str, int]:
         asked = [backend.residents() for backend in self._bases.backends.values()]
         return {name: at for found in await asyncio.gather(*asked) for name, at in found.items()}
@@ -60,9 +64,18 @@ class CatalogueBackend:
             await backend.create_model(spec, precondition)
 
     async def delete_model(self, spec: ModelSpec) -> None:
-        """Delete a model. Its base model is brought to the devices only if ranks hold the model."""
-        backend = self._bases.backends.get(self._bases.name_of(spec.base_model))
-        if backend is None or spec.model_id not in await backend.residents():
+        """Delete a model. Its base model is brought to the devices only if ranks hold the model.
+
+        Raises StateLost if its base model is there, and the ranks do not hold the model: they were
+        started again, and versions that only they had are lost.
+        """
+        name = self._bases.name_of(spec.base_model)
+        backend = self._bases.backends.get(name)
+        if backend is None:
+            return
+        if spec.model_id not in await backend.residents():
+            if self._bases.is_on_devices(name):
+                raise StateLost(f"the ranks do not hold {spec.model_id}")
             return
         async with self._bases.using(spec.base_model) as backend:
             await backend.delete_model(spec)

@@ -186,12 +186,15 @@ class LoadedBases:
             self._wrote.set()
             self._wrote = asyncio.Event()
 
+    def is_on_devices(self, name: str) -> bool:
+        return self.lock.residency.bases[name].place is Place.DEVICE
+
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         """Free a version, at once or when its base model is on the devices again."""
         name = self.name_of(weights.base_model)
         if name not in self.lock.residency.bases:
             return  # of a base model that is no longer served
-        if self.lock.residency.bases[name].place is Place.DEVICE:
+        if self.is_on_devices(name):
             await self.backends[name].drop_sampler(weights)
         else:
             self._dropped[name].append(weights)

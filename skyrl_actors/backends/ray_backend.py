@@ -103,6 +103,9 @@ class RayBackend:
     def holding(self, base_model: str) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
+    def runs(self, base_model: str) -> bool:
+        return True
+
     async def residents(self) -> dict[str, int]:
         return await self.parts.residents()
 

@@ -43,9 +43,15 @@ class Resumption:
             [s for s in tenants.samplers.values() if s.session_id not in (None, *tenants.sessions)]
         )
         self._tasks.spawn(self._free_left())
-        for model_id, model in tenants.models.items():
-            if model.ready:
-                self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
+        # Models of a base model without processes are restored when a request has it loaded.
+        runs = self._context.backend.runs
+        brought_back = {
+            model_id: model
+            for model_id, model in tenants.models.items()
+            if model.ready and runs(model.spec.base_model)
+        }
+        for model_id, model in brought_back.items():
+            self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
         for op in unanswered:
             session_id = op.header.session_id if op.header else None
             if session_id is not None and session_id not in tenants.sessions:
@@ -55,7 +61,7 @@ class Resumption:
                 self._tasks.spawn(self._ledger.answer(op, Outcome(Failure(text, "user"))))
             elif op.model_id is None:
                 self._tasks.spawn(self._resume_sample(op))
-            elif op.model_id not in tenants.models or not tenants.models[op.model_id].ready:
+            elif op.model_id not in brought_back:
                 self._lanes.start_next(op.model_id)
 
     async def _free_left(self) -> None:

@@ -16,7 +16,13 @@ from skyrl_actors.backends.proved_bases import Facts, ProvedBases
 from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.served_bases import ParkingConfig
-from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, PartDown
+from skyrl_actors.messages.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    PartDown,
+    StateLost,
+)
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -171,6 +177,18 @@ async def test_versions_of_a_parked_base_model_are_freed_when_it_is_back():
     await backend.create_model(spec("b"), FIRST)
     assert ("drop_sampler", "m-b@1") in factory.built["b"].calls
     assert not backend.unfreed()
+
+
+async def test_a_model_that_restarted_ranks_do_not_hold_is_not_reported_as_deleted():
+    """An unload then rebuilds the versions that only its ranks had."""
+    factory = FakeFactory("ab")
+    backend, _ = await started(factory)
+    await backend.create_model(spec("a"), FIRST)
+    factory.built["a"].numbers.clear()
+    with pytest.raises(StateLost, match="do not hold m-a"):
+        await backend.delete_model(spec("a"))
+    await backend.create_model(spec("b"), FIRST)
+    await backend.delete_model(spec("a"))  # of a parked base model: no rank was asked
 
 
 async def test_versions_that_an_unloaded_base_model_did_not_free_are_freed_when_it_is_back():

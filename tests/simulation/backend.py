@@ -511,6 +511,9 @@ class SimBackend:
         for part in weights.parts:
             self.machines.exports.pop(part.path, None)
 
+    def runs(self, base_model: str) -> bool:
+        return True
+
     def unfreed(self) -> list[SamplerWeights]:
         return []
 
