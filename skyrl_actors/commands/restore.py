@@ -2,7 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,11 @@ def restore(source: Path, config: Path, overrides: Sequence[str]) -> None:
     _check_empty(journals.values(), places.values(), remotes.values())
     if found := list(faults(source, files)):
         raise ConfigError(f"the backup is damaged: {'; '.join(found[:3])}")
+    for part in journals:
+        _check_version(source / part, part in remotes)
     try:
-        _put(source, files, places, remotes)
-    except BaseException:  # also Ctrl-C
-        for place in places.values():
-            _emptied(place)
-        raise
+        with _claimed(places.values()):
+            _put(source, files, places, remotes)
     finally:
         for engine in engines.values():
             engine.dispose()
@@ -90,6 +90,48 @@ def _check_empty(
             opening.check_empty(connection)
 
 
+def _check_version(folder: Path, to_other_database: bool) -> None:
+    """Raise ConfigError for a backup whose version this program cannot put there.
+
+    A service brings an older SQLite database up to date. Rows for another database cannot wait.
+    """
+    copy = opening.connect_unchanged(folder / opening.DATABASE)
+    try:
+        (copying.check_version if to_other_database else copying.check_not_newer)(copy)
+    finally:
+        copy.dispose()
+
+
+@contextmanager
+def _claimed(places: Iterable[Path]) -> Generator[None]:
+    """Mark empty folders as incomplete. After an error those that were marked are empty again."""
+    claimed: list[Path] = []
+    try:
+        for place in places:
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _claim(place)
+            claimed.append(place)
+        yield
+        for place in claimed:
+            (place / INCOMPLETE).unlink()
+    except BaseException:  # also Ctrl-C
+        for place in claimed:
+            _emptied(place)
+        raise
+
+
+def _claim(place: Path) -> None:
+    """Mark a folder. Raises ConfigError if another process has begun to use it."""
+    in_use = ConfigError(f"{place} is not empty; restore into empty folders")
+    try:
+        (place / INCOMPLETE).touch(exist_ok=False)
+    except FileExistsError:
+        raise in_use from None
+    if len(list(place.iterdir())) > 1:
+        (place / INCOMPLETE).unlink()
+        raise in_use
+
+
 def _put(
     source: Path,
     files: dict[str, FileCopy],
@@ -97,25 +139,22 @@ def _put(
     remotes: Mapping[str, Any],
 ) -> None:
     """Copy all files, and the rows to other databases if there are such."""
-    for place in places.values():
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folders = [place for part, place in places.items() if part != CHECKPOINTS]
-    for folder in folders:
-        (folder / INCOMPLETE).touch()
-        for empty in (opening.PACKS, opening.SNAPSHOTS):
-            (folder / empty).mkdir(mode=0o700)
+    for part, place in places.items():
+        for empty in (opening.PACKS, opening.SNAPSHOTS) if part != CHECKPOINTS else ():
+            (place / empty).mkdir(mode=0o700)
     with bar("files", len(files)) as progress:
         for name in sorted(files, key=lambda name: name.endswith(f"/{opening.MARKER}")):
             part, _, rest = name.partition("/")
             if part not in remotes or rest != opening.DATABASE:
                 copied(source / name, places[part] / rest)
             progress.advance(progress.task_ids[0])
-    for part, remote in remotes.items():
-        copy = opening.connect_unchanged(source / part / opening.DATABASE)
-        copying.copy_rows(copy, remote, lambda _: None)
-        copy.dispose()
-    for folder in folders:
-        (folder / INCOMPLETE).unlink()
+    with ExitStack() as undo:
+        for part, remote in remotes.items():
+            copy = opening.connect_unchanged(source / part / opening.DATABASE)
+            copying.copy_rows(copy, remote, lambda _: None)
+            undo.callback(copying.emptied, remote)
+            copy.dispose()
+        undo.pop_all()
 
 
 def _emptied(place: Path) -> None:
@@ -156,7 +195,7 @@ def check(target: Path, overrides: Sequence[str]) -> bool:
 
 
 def _checked(engine: Any, folder: Path, mirror: Objects | None = None) -> list[str]:
-    """Return the faults of a journal."""
+    """Return the faults of a journal. Raises ConfigError for one of another version."""
     try:
         with bar("records", None) as progress:
             task = progress.task_ids[0]

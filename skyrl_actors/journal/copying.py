@@ -61,7 +61,7 @@ def copy_rows(source: sa.Engine, target: sa.Engine, progress: Callable[[int], No
     with source.connect() as reading, target.begin() as writing:
         opening.create(writing)
         _begin_reading(reading)
-        _check_versions(reading, writing)
+        _check_version(reading)
         copied = 0
         for table in t.metadata.sorted_tables:
             writing.execute(sa.delete(table))
@@ -85,14 +85,33 @@ def _begin_reading(connection: sa.Connection) -> None:
         connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
 
 
-def _check_versions(source: sa.Connection, target: sa.Connection) -> None:
+def check_version(engine: sa.Engine) -> None:
+    """Raise ConfigError for a journal of another version than this program's."""
+    with engine.connect() as connection:
+        _check_version(connection)
+
+
+def check_not_newer(engine: sa.Engine) -> None:
+    """Raise ConfigError for a journal that this program could not bring up to date."""
+    with engine.connect() as connection:
+        opening.check_version(connection)
+
+
+def _check_version(connection: sa.Connection) -> None:
     query = sa.text(f"SELECT version_num FROM {opening.VERSION_TABLE}")
-    theirs, ours = source.execute(query).scalar(), target.execute(query).scalar()
+    theirs, ours = connection.execute(query).scalar(), opening.current_version()
     if theirs != ours:
         raise ConfigError(
             f"the journal has version {theirs} and this program {ours}; serve it once with this "
             "program, or use the program that wrote it"
         )
+
+
+def emptied(engine: sa.Engine) -> None:
+    """Remove the tables that `copy_rows` has made."""
+    with engine.begin() as connection:
+        t.metadata.drop_all(connection)
+        connection.execute(sa.text(f"DROP TABLE IF EXISTS {opening.VERSION_TABLE}"))
 
 
 def _set_sequences(connection: sa.Connection) -> None:
@@ -152,7 +171,8 @@ def faults(
     """Check every record, image and snapshot that rows refer to, and yield what is wrong.
 
     `progress` is called with the number of checked records. With a mirror, missing and damaged
-    files are fetched from it, and only what is wrong there too is yielded.
+    files are fetched from it, and only what is wrong there too is yielded. Raises ConfigError for a
+    journal of another version.
     """
     try:
         yield from _faults(engine, folder, progress, mirror)
@@ -170,6 +190,7 @@ def _faults(
             found = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
             if found != "ok":
                 yield f"the database is damaged: {found}"
+        _check_version(connection)
         for what, blob in _blobs(connection):
             try:
                 packs.read(blob)

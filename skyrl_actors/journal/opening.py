@@ -209,9 +209,18 @@ def _scripts() -> ScriptDirectory:
     return ScriptDirectory(folder, version_locations=[folder])
 
 
+def current_version() -> str:
+    """Return the version of the journals that this program writes."""
+    return _scripts().get_current_head() or ""
+
+
 def _check_version(connection: sa.Connection, names: set[str]) -> None:
-    if VERSION_TABLE not in names:
-        return
+    if VERSION_TABLE in names:
+        check_version(connection)
+
+
+def check_version(connection: sa.Connection) -> None:
+    """Raise ConfigError for a journal of a newer version."""
     found = connection.execute(sa.text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
     scripts = _scripts()
     try:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -29,7 +30,7 @@ from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.keys import StoredKey
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.usage import Quota
-from skyrl_actors.storage.copies import MANIFEST
+from skyrl_actors.storage.copies import MANIFEST, described, read_manifest, write_manifest
 from tests.fakes import FakeBackend
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "cpu_tiny.yaml"
@@ -384,6 +385,79 @@ def test_an_interrupted_restore_leaves_nothing_that_could_be_served(
     monkeypatch.setattr(restoring, "copied", real)
     restore(tmp_path / "copy", CONFIG, in_folder(tmp_path / "n"))
     assert check(CONFIG, in_folder(tmp_path / "n"))
+
+
+@pytest.mark.parametrize("what", ["journal", "checkpoints"])
+def test_a_restore_removes_nothing_that_others_wrote_meanwhile(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    other = tmp_path / "n" / what / "of another service"
+    real = restoring.faults
+
+    def slow(folder: Path, files: Any) -> Any:
+        yield from real(folder, files)
+        other.mkdir(parents=True)
+
+    monkeypatch.setattr(restoring, "faults", slow)
+    with pytest.raises(ConfigError, match=f"{what} is not empty"):
+        restore(tmp_path / "copy", CONFIG, in_folder(tmp_path / "n"))
+    assert other.exists()
+    left = [path for path in (tmp_path / "n").glob("*/*") if path != other]
+    assert not left
+
+
+def test_databases_that_an_interrupted_restore_filled_are_empty_again(
+    stopped: JournalConfig, postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    target = overrides(
+        JournalConfig(folder=tmp_path / "n" / "journal", url=postgres), tmp_path / "n"
+    )
+    real, opened = opening.connect_unchanged, list[Any]()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def connected(path: Path) -> Any:
+        opened.append(real(path))
+        if len(opened) == 2:  # whose rows are copied
+            opened[-1].dispose = interrupted
+        return opened[-1]
+
+    with monkeypatch.context() as once:
+        once.setattr(opening, "connect_unchanged", connected)
+        with pytest.raises(KeyboardInterrupt):
+            restore(tmp_path / "copy", CONFIG, target)
+    restore(tmp_path / "copy", CONFIG, target)
+    assert check(CONFIG, target)
+
+
+def with_version(folder: Path, version: str) -> None:
+    """Let a backup say that another program wrote it."""
+    database = folder / "journal" / "journal.db"
+    with sqlite3.connect(database) as connection:
+        connection.execute(f"UPDATE {opening.VERSION_TABLE} SET version_num = '{version}'")
+    connection.close()
+    files, about = read_manifest(folder)
+    (folder / MANIFEST).unlink()
+    del about["format"]
+    write_manifest(folder, {**files, "journal/journal.db": described(database)}, about)
+
+
+def test_backups_of_other_versions_are_refused_by_name(stopped: JournalConfig, tmp_path: Path):
+    copy = tmp_path / "copy"
+    backup(CONFIG, copy, overrides(stopped, tmp_path), None)
+    with_version(copy, "0099")
+    with pytest.raises(ConfigError, match="version 0099 and this program"):
+        check(copy, [])
+    with pytest.raises(ConfigError, match="version 0099, written by a newer"):
+        restore(copy, CONFIG, in_folder(tmp_path / "n"))
+    assert not list((tmp_path / "n").glob("*/*"))
+    with_version(copy, "0005")
+    restore(copy, CONFIG, in_folder(tmp_path / "older"))
+    with pytest.raises(ConfigError, match="version 0005 and this program"):
+        check(CONFIG, in_folder(tmp_path / "older"))
 
 
 def test_what_cannot_be_read_is_a_fault(
