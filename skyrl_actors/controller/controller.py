@@ -29,7 +29,7 @@ from skyrl_actors.controller.calls import (
 )
 from skyrl_actors.controller.checkpoints import folders_of
 from skyrl_actors.controller.completions import Completions
-from skyrl_actors.controller.disk import Disk
+from skyrl_actors.controller.disk import Disk, whose
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.free_space import FreeSpace
 from skyrl_actors.controller.key_store import KeyStore
@@ -307,7 +307,9 @@ class Controller:
 
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
         """Call a method of `SessionCatalog` on a thread."""
-        return await self._disk.run("listings", getattr(self._sessions, verb), *arguments)
+        return await self._disk.listing(
+            whose(verb, *arguments), getattr(self._sessions, verb), *arguments
+        )
 
     async def status(self) -> dict[str, Any]:
         """Return the state of the controller and its backend as JSON values."""

@@ -111,7 +111,7 @@ class FreeSpace:
         """Look again and again, in an endless loop."""
         while True:
             before = self.fault() or self.warning()
-            seen = await attempt("the free space is not known", disk.run("listings", self.read))
+            seen = await attempt("the free space is not known", disk.run("upkeep", self.read))
             if seen is not None:
                 self.take(seen)
             now = self.fault() or self.warning()

@@ -40,7 +40,7 @@ async def free_silent_sessions(
 async def sweep_checkpoints(folders: CheckpointFolders, disk: Disk) -> int:
     """Remove expired checkpoints, one after the other, and return their number."""
     count = 0
-    for run_id, folder in await disk.run("listings", folders.removal.expired):
+    for run_id, folder in await disk.run("upkeep", folders.removal.expired):
         try:
             count += await disk.change(
                 run_id, "whole checkpoints", folders.removal.remove_expired, folder

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller import checkpoints
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.controller.controller import Controller
-from skyrl_actors.controller.disk import Disk
+from skyrl_actors.controller.disk import MOST_LISTINGS, THREADS, Disk, whose
 from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import TenantTable
@@ -28,6 +29,7 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote
+from skyrl_actors.messages.errors import CapacityError
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
 from tests.fakes import FakeBackend
@@ -338,3 +340,29 @@ def test_an_owner_index_follows_added_and_removed_entries(tmp_path: Path):
     assert index.names(ANN) == index.names(ANN) and index._at_ns == 10**9
     (tmp_path / "later" / f"s00k{ANN}.json").touch()
     assert f"s00k{ANN}.json" in index.names(ANN)
+
+
+async def test_listings_of_one_owner_delay_others_by_one_listing():
+    disk, ended = Disk(), list[str]()
+
+    async def listed(owner: str) -> None:
+        await disk.listing(owner, time.sleep, 0.05)
+        ended.append(owner)
+
+    busy = [asyncio.create_task(listed("ann")) for _ in range(MOST_LISTINGS)]
+    await asyncio.sleep(0.01)
+    upkeep = asyncio.create_task(disk.run("upkeep", ended.append, "free space"))
+    with pytest.raises(CapacityError, match="listings of this API key are open"):
+        await disk.listing("ann", time.sleep, 0.05)
+    await listed("bob")
+    await upkeep
+    assert ended.index("free space") <= 2 and ended.index("bob") <= 2 * THREADS["listings"] + 1
+    await asyncio.gather(*busy)
+    await listed("ann")
+
+
+def test_a_listing_belongs_to_its_owner_or_to_the_owner_of_its_id():
+    mark = "0123456789"
+    assert [whose("sessions", asked) for asked in (None, mark)] == ["", mark]
+    assert whose("runs", mark, True) == mark and whose("runs") == ""
+    assert [whose("run", asked) for asked in (f"s1k{mark}:train:0", "s1:train:0")] == [mark, ""]
