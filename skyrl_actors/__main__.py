@@ -387,7 +387,8 @@ def main() -> None:
     User errors are printed without a traceback. Ctrl-C and SIGTERM clean up and exit with 130.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    use_ray_token(create=sys.argv[1:2] in (["demo"], ["train"], ["serve"]))
+    starts = sys.argv[1:2] in (["demo"], ["train"], ["serve"])
+    use_ray_token(create=starts)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -409,7 +410,8 @@ def main() -> None:
             print(f"a key of the config is written without dashes: {key}=value", file=sys.stderr)
         sys.exit(2)
     if code == INTERRUPTED:
-        print("interrupted: everything that was started has been stopped", file=sys.stderr)
+        stopped = ": everything that was started has been stopped" if starts else ""
+        print(f"interrupted{stopped}", file=sys.stderr)
     sys.exit(code or 0)
 
 

@@ -140,6 +140,11 @@ def set_mode(mode: Mode, service: str) -> None:
     console.print(f"{mode} (before: {before}): {MEANINGS[mode]}")
 
 
+def mode_of(service: str) -> Mode:
+    """Return whether the service accepts requests, is paused or is drained."""
+    return asked(service, lambda calls: calls.get_mode())
+
+
 def drain(timeout: str, service: str) -> bool:
     """Drain the service. Return whether all accepted requests are answered."""
     timeout_s = seconds_in(timeout)
@@ -147,7 +152,11 @@ def drain(timeout: str, service: str) -> bool:
     if not timeout_s:
         return True
     join(service)
-    left = asyncio.run(_until_idle(running_client(service), timeout_s))
+    try:
+        left = asyncio.run(_until_idle(running_client(service), timeout_s))
+    except KeyboardInterrupt:
+        note("the service goes on draining; `skyrl-actors resume` ends that")
+        raise
     if left:
         console.print(f"after {timeout}: {left}; `requests` lists those that are open")
     else:

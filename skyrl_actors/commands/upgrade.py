@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from skyrl_actors import remote
-from skyrl_actors.commands import cluster, serve
+from skyrl_actors.commands import cluster, operate, serve
 from skyrl_actors.commands.controllers import share_settings
 from skyrl_actors.commands.one_service import refuse_shard
 from skyrl_actors.commands.terminal import console, note
@@ -46,11 +46,11 @@ def run(config_path: Path, overrides: Sequence[str]) -> None:
     """Upgrade a running service. Raises ConfigError before anything is changed."""
     config = serve.with_absolute_paths(load(config_path, overrides))
     shards = shard_configs(config)
-    running = _running(config.name, shards)
-    if running is None:
+    found = _running(config.name, shards)
+    if found is None:
         note("no controller runs, as after an interrupted upgrade; its settings are not compared")
     else:
-        _check_same_state(config, running)
+        _check_same_state(*found)
     for shard in shards:
         with reading(shard.journal):  # raises if a newer version wrote it
             pass
@@ -67,10 +67,14 @@ def run(config_path: Path, overrides: Sequence[str]) -> None:
     asyncio.run(share_settings(config))
     serve.wait_until_healthy(config)
     console.print(f"{config.name} runs this version at {serve.url(config)}")
+    if operate.mode_of(config.name) == "draining":
+        operate.set_mode("running", config.name)
 
 
-def _running(name: str, shards: Sequence[ClusterConfig]) -> ActorHandle[Any] | None:
-    """Return a controller of the service, or None if only its other parts run.
+def _running(
+    name: str, shards: Sequence[ClusterConfig]
+) -> tuple[ClusterConfig, ActorHandle[Any]] | None:
+    """Return a shard's config and its controller, or None if only other parts run.
 
     Raises ConfigError if nothing of it runs here.
     """
@@ -80,11 +84,12 @@ def _running(name: str, shards: Sequence[ClusterConfig]) -> ActorHandle[Any] | N
             cluster.join_ray()
     except ConnectionError:
         serve.join(name)  # raises, and names the services that run here
-    found = [remote.named(actor_names(own.name)[0]) for own in shards]
-    running = next((one for one in found if one is not None), None)
-    if running is None and not remote.names_with(f"{name}:"):
+    for own in shards:
+        if (running := remote.named(actor_names(own.name)[0])) is not None:
+            return own, running
+    if not remote.names_with(f"{name}:"):
         serve.join(name)
-    return running
+    return None
 
 
 def _check_same_state(config: ClusterConfig, controller: ActorHandle[Any]) -> None:

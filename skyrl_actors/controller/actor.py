@@ -231,6 +231,7 @@ class ControllerActor:
                 return
             await self._standby.end(restart=False)
         await remote.publish(self._arguments[0].name, None)
+        await self.controller.operators.end_drain()
         await self.controller.close()
         await self._rpc.close()
         await asyncio.to_thread(SPANS.close)

@@ -329,8 +329,7 @@ class Controller:
         }
 
     async def close(self) -> None:
-        """Stop, and end the ranks and engines. The next service accepts requests."""
-        await self.operators.end_drain()
+        """Stop, and end the ranks and engines."""
         await self._end(self.backend.close)
 
     async def abandon(self) -> None:

@@ -22,6 +22,7 @@ class Service:
         self.broken: set[str] = set()
         self.running = {"svc"}  # the controllers
         self.parts = ["svc:policy[0]"]
+        self.mode = "running"
         patch.setattr(upgrade.ray, "is_initialized", lambda: True)
         patch.setattr(
             upgrade.remote, "named", lambda name: self.running & {name.split(":")[0]} or None
@@ -32,6 +33,8 @@ class Service:
         patch.setattr(upgrade.cluster, "prepare_base_models", lambda _: {})
         patch.setattr(upgrade, "reading", lambda _: nullcontext())
         patch.setattr(upgrade, "_check_same_state", lambda *_: self.log.append("compared"))
+        patch.setattr(upgrade.operate, "mode_of", lambda _: self.mode)
+        patch.setattr(upgrade.operate, "set_mode", lambda mode, _: self.log.append(mode))
         patch.setattr(upgrade, "share_settings", self.share)
         patch.setattr(upgrade.serve, "start_ingress", lambda _: self.log.append("ingress"))
         patch.setattr(upgrade.serve, "wait_until_healthy", lambda _: self.log.append("healthy"))
@@ -62,6 +65,25 @@ def test_all_shards_are_replaced_and_then_the_ingress(service: Service):
     names = ("svc", "svc.2", "svc.3")
     assert service.log[0] == "compared" and service.log[-3:] == ["ingress", "share", "healthy"]
     assert set(service.log[1:-3]) == {f"{act} {name}" for act in ("end", "start") for name in names}
+
+
+def test_settings_are_compared_with_those_of_the_shard_that_runs(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    compared: list[Any] = []
+    monkeypatch.setattr(upgrade, "_check_same_state", lambda *found: compared.extend(found))
+    service.running = {"svc.2"}  # that of the first shard ended late in an earlier upgrade
+    upgrade.run(CONFIG, THREE)
+    own, controller = compared
+    assert own.name == "svc.2" and own.journal.folder.name == "journal_2"
+    assert controller == {"svc.2"}
+
+
+@pytest.mark.parametrize(("mode", "last"), [("draining", "running"), ("paused", "healthy")])
+def test_an_upgrade_ends_a_drain(service: Service, mode: str, last: str):
+    service.mode = mode
+    upgrade.run(CONFIG, THREE)
+    assert service.log[-1] == last
 
 
 def test_a_shard_that_does_not_start_is_named_and_the_others_are_served(service: Service):

@@ -56,6 +56,7 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
     client = RpcClient(lambda: made._rpc.address("127.0.0.1"), ControllerCalls)
     assert await client.call(ControllerCalls.fault) == "the service is still starting"
     await client.call(ControllerCalls.create_session, "s1", SessionLabels())
+    await made.controller.operators.set_mode("draining", "eve")
     lose(made.controller)
     async with asyncio.timeout(20):
         while len(backends) < 2 or made.controller.readiness.capabilities is None:  # noqa: ASYNC110
@@ -63,11 +64,15 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
     assert made.controller.epoch == 2 and backends[0].calls[-1] == ("close", "")
     assert "it is lost" in made.progress
     await client.call(ControllerCalls.heartbeat, "s1")
+    assert made.controller.admin.mode.mode == "draining", "an operator ends it, or the service ends"
     assert kept == ["kept", "kept"], "each start takes its objects out of the collector's view"
     with pytest.raises(NotFound):
         await client.call(ControllerCalls.retrieve, "r1", 0)
     await client.close()
     await made.close()
+    stopped = await made.controller.journal.open("x")
+    assert stopped.mode == "running", "the next service accepts requests"
+    await made.controller.journal.close()
 
 
 def process_in(folder: Path) -> actor.ControllerActor:

@@ -214,12 +214,14 @@ async def test_a_drained_service_completes_and_accepts_nothing_new(controller: C
     assert drained == ("drain", "1 sessions, 1 open requests")
 
 
-async def test_a_drain_ends_with_the_service_and_not_with_a_crash(tmp_path: Path):
+async def test_only_the_end_of_the_service_ends_a_drain(tmp_path: Path):
     async def mode_after(end: str) -> str:
         controller = controller_on(tmp_path)
         await controller.start()
         await controller.operators.set_mode("draining", "eve")
-        await (controller.close() if end == "stop" else controller.abandon())
+        if end == "stop":
+            await controller.operators.end_drain()
+        await (controller.abandon() if end == "crash" else controller.close())
         again = controller_on(tmp_path)
         await again.start()
         mode = again.admin.mode.mode
@@ -227,6 +229,7 @@ async def test_a_drain_ends_with_the_service_and_not_with_a_crash(tmp_path: Path
         return mode
 
     assert await mode_after("crash") == "draining"
+    assert await mode_after("ranks and engines that are started again") == "draining"
     assert await mode_after("stop") == "running"
 
 
