@@ -120,7 +120,7 @@ def _owner(tenant: str | None, names: dict[str, str]) -> str | None:
 def end(session: str, service: str) -> None:
     """End a session."""
     asked(service, lambda calls: calls.end_session(session, actor()))
-    console.print(f"ended {session}")
+    console.print(f"ended {session}; a model whose request runs is freed after it")
 
 
 def cancel(request: str, service: str) -> None:

@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
+from skyrl_actors.messages.errors import ConfigError
+
 PANEL = "Operate a service"
 Name = Annotated[str, typer.Option(help="the service's name in its config")]
 Limit = Annotated[str | None, typer.Option(help="a number, or none for no limit", metavar="N|none")]
@@ -129,10 +131,7 @@ def key_limit(
     """
     from skyrl_actors.commands.usage import limit, limits
 
-    if which is None:
-        limits(as_json, name)
-        return
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "tokens_per_day": tokens_per_day,
@@ -142,7 +141,13 @@ def key_limit(
         "checkpoint_bytes": checkpoint_bytes,
         "weight": weight,
     }
-    limit(which, {key: value for key, value in given.items() if value is not None}, name)
+    given = {key: value for key, value in options.items() if value is not None}
+    if which is not None:
+        limit(which, given, as_json, name)
+    elif given:
+        raise ConfigError(f"whose {min(given)}? Give a name, or '*' for names without limits")
+    else:
+        limits(as_json, name)
 
 
 def usage(

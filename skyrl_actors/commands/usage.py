@@ -20,7 +20,7 @@ FORMATS = {"day": "%Y-%m-%d", "hour": "%Y-%m-%d %H:00", "session": "%Y-%m-%d"}
 DEFAULT_DAYS = 7
 
 
-def limit(which: str, given: Mapping[str, str | float], service: str) -> None:
+def limit(which: str, given: Mapping[str, str | float], as_json: bool, service: str) -> None:
     """Change the limits of a name, or print them if none is given."""
     values = {name: _value(name, text) for name, text in given.items()}
 
@@ -33,7 +33,7 @@ def limit(which: str, given: Mapping[str, str | float], service: str) -> None:
         return await calls.set_quota(which, replace(now, **values), actor())
 
     found = asked(service, change)
-    _show([] if found is None else [found])
+    _print([] if found is None else [found], as_json)
 
 
 def _value(name: str, text: str | float) -> int | float | None:
@@ -48,14 +48,13 @@ def _value(name: str, text: str | float) -> int | float | None:
 
 def limits(as_json: bool, service: str) -> None:
     """List the limits that were set."""
-    found = asked(service, lambda calls: calls.list_quotas())
+    _print(asked(service, lambda calls: calls.list_quotas()), as_json)
+
+
+def _print(quotas: Iterable[OwnerQuota], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(quota) for quota in found], indent=2))
-    else:
-        _show(found)
-
-
-def _show(quotas: Iterable[OwnerQuota]) -> None:
+        print(json.dumps([asdict(quota) for quota in quotas], indent=2))
+        return
     rows = [{"name": _label(quota), **asdict(quota.quota)} for quota in quotas]
     show_rows("limits", rows)
 

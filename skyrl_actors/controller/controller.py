@@ -15,7 +15,7 @@ from skyrl_actors import clock
 from skyrl_actors.backends.backend import Backend, ServedModels
 from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
+from skyrl_actors.controller import bounds, housekeeping, overview, startup
 from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.answers import Answers
 from skyrl_actors.controller.audit_log import AuditLog
@@ -47,22 +47,22 @@ from skyrl_actors.controller.router_replay import RouterReplay
 from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.session_end import SessionEnd
+from skyrl_actors.controller.session_start import SessionStart
 from skyrl_actors.controller.standby import own_process
 from skyrl_actors.controller.storage_quota import StorageQuota
 from skyrl_actors.controller.submission import Submission
 from skyrl_actors.controller.tasks import Tasks
-from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
+from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.controller.verbs.verb import VerbContext
-from skyrl_actors.journal.entries import SessionEnded, SessionOpened
+from skyrl_actors.journal.entries import SessionEnded
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote, SessionVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionVerb
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import TinkerPath, checked_id, owner_of
+from skyrl_actors.messages.paths import TinkerPath, checked_id
 from skyrl_actors.transport.protocols import methods_of
 
 log = logging.getLogger(__name__)
-SESSIONS_PER_KEY = 1000  # open sessions of one API key
 SWEEP_S = 300.0  # between removals of entries older than journal.retention_s
 
 
@@ -144,6 +144,9 @@ class Controller:
         self._resumption = Resumption(
             self._context, self._ledger, self._lanes, self._samples, self._tasks
         )
+        self._session_start = SessionStart(
+            self.tenants, self._sessions, self.journal, self._disk, self._meter, self.wall
+        )
         self._session_end = SessionEnd(self._context, self._ledger, self._lanes, self._samples)
         self.operators = Operators(
             self._context, self._ledger, self._lanes, self._samples, self.finish_session
@@ -209,27 +212,9 @@ class Controller:
         labels: SessionLabels | None = None,
     ) -> str:
         """Create a session and return its id. Idempotent by id."""
-        labels = labels or SessionLabels()
         self.readiness.check_started()
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
-        if session_id not in self.tenants.sessions:
-            admission.check_count(self.tenants.sessions, session_id, SESSIONS_PER_KEY, "sessions")
-            admission.check_metadata(labels.user_metadata)
-            admission.check_tags(labels.tags)
-            self._meter.admit_session(owner_of(session_id))
-            note = SessionNote(
-                session_id=session_id,
-                created_at=self.wall(),
-                user_metadata=labels.user_metadata,
-                display_name=labels.display_name,
-                tags=labels.tags,
-                project_id=labels.project_id,
-            )
-            await self._disk.write("few files", self._sessions.opened, note)
-            await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
-            self.tenants.sessions[session_id] = TenantSession(
-                session_id, self.tenants.silence.mark_active(self._now()), note.user_metadata
-            )
+        await self._session_start.open(session_id, labels or SessionLabels(), self._now)
         return session_id
 
     async def heartbeat(self, session_id: str) -> None:

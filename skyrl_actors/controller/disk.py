@@ -122,5 +122,5 @@ class Disk:
 
 def whose(verb: CatalogVerb | SessionVerb, *arguments: Any) -> str:
     """Return the owner of a listing: the one that is asked for, or the owner of an id."""
-    first = arguments[0] if arguments else None
-    return owner_of(first) if verb in OF_ONE else first or ""
+    first: str = (arguments[0] if arguments else None) or ""
+    return owner_of(first) if verb in OF_ONE else first

@@ -3,10 +3,11 @@
 Every act is in the audit log.
 """
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_actors.config.keys import is_of
 from skyrl_actors.controller.lanes import Lanes
@@ -16,7 +17,7 @@ from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.verbs import model_verb
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import ModeSet
-from skyrl_actors.messages.errors import InvalidRequest, NotFound, SkyrlActorsError
+from skyrl_actors.messages.errors import InvalidRequest, NotFound, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.keys import Act
 from skyrl_actors.messages.operating import MODES, FailedRequest, HistoryPoint, Mode, OpenRequest
 from skyrl_actors.messages.paths import owner_of
@@ -26,7 +27,7 @@ from skyrl_actors.observe.exposition import EXPOSED
 ACTS: dict[Mode, Act] = {"running": "resume", "paused": "pause", "draining": "drain"}
 CANCELLED = "cancelled by an operator"
 ENDED = "ended by an operator"
-ANSWER_S = 20.0  # how long an act waits for the answer of the request that it cancelled
+ANSWER_S = 20.0  # how long an act waits for what it began
 
 
 class EndSession(Protocol):
@@ -34,7 +35,7 @@ class EndSession(Protocol):
 
     def __call__(
         self, session_id: str, how: str | None = None, detail: str | None = None
-    ) -> Awaitable[None]: ...
+    ) -> Coroutine[Any, Any, None]: ...
 
 
 class Operators:
@@ -81,11 +82,17 @@ class Operators:
     async def end_session(self, session_id: str, actor: str) -> None:
         """End a session: its queued requests fail, its models and samplers are freed.
 
-        Raises NotFound for a session that is not live.
+        A model whose request runs is freed after it, which this does not wait for. Raises NotFound
+        for a session that is not live.
         """
         self._tenants.session(session_id)
         await self._journal.write(self._log.entry("end", actor, session_id))
-        await self._end_session(session_id, "interrupted", ENDED)
+        ending = self._lanes.tasks.spawn(self._end_session(session_id, "interrupted", ENDED))
+        await asyncio.wait((ending,), timeout=ANSWER_S)
+        if ending.done():
+            ending.result()
+        elif session_id in self._tenants.sessions:
+            raise Unavailable(f"{session_id} is being ended, which waits for the journal")
 
     async def cancel_request(self, request_id: str, actor: str) -> bool:
         """Let an open request fail, and return whether it is answered.

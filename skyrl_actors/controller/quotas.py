@@ -10,10 +10,11 @@ than they use, so it stops only samples: training would otherwise wait behind th
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from skyrl_actors.messages.errors import CapacityError, QuotaUsed
-from skyrl_actors.messages.usage import ALL_KEYS, DAY_S, OwnerQuota, Quota, Usage
+from skyrl_actors.messages.usage import ALL_KEYS, DAY_S, LIMITS, OwnerQuota, Quota, Usage
 
 MINUTE_S = 60.0
 NO_QUOTA = Quota()
@@ -74,11 +75,18 @@ class Quotas:
         self._of[quota.owner] = quota
 
     def of(self, owner: str) -> Quota:
-        """Return the quota of an owner: its own, that of all keys, or none."""
+        """Return the quota of an owner: its own, that of all keys, or none.
+
+        One that has only a weight of its own has the limits of all keys.
+        """
         if not owner:  # without API keys
             return NO_QUOTA
-        found = self._of.get(owner) or self._of.get(ALL_KEYS)
-        return NO_QUOTA if found is None else found.quota
+        of_all, own = self._of.get(ALL_KEYS), self._of.get(owner)
+        if own is None:
+            return NO_QUOTA if of_all is None else of_all.quota
+        if of_all is None or any(getattr(own.quota, limit) is not None for limit in LIMITS):
+            return own.quota
+        return replace(of_all.quota, weight=own.quota.weight)
 
     def weight(self, owner: str) -> float:
         return self.of(owner).weight

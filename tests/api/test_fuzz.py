@@ -72,7 +72,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     config = config_for(folder, limits=LimitsConfig(models_per_key=100_000, body_bytes=2**20))
     with asyncio.Runner() as run, pytest.MonkeyPatch.context() as patch:
         patch.setattr("skyrl_actors.api.state.LONG_POLL_S", 0.05)
-        patch.setattr("skyrl_actors.controller.controller.SESSIONS_PER_KEY", 100_000)
+        patch.setattr("skyrl_actors.controller.session_start.SESSIONS_PER_KEY", 100_000)
         context = edge(config)
         http = run.run(context.__aenter__())
         yield World(run, http, run.run(_furnished(http)))

@@ -226,7 +226,7 @@ async def test_tokens_are_issued_checked_and_renewed(
 
 
 async def test_limits_apply_to_each_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("skyrl_actors.controller.controller.SESSIONS_PER_KEY", 2)
+    monkeypatch.setattr("skyrl_actors.controller.session_start.SESSIONS_PER_KEY", 2)
     limits = LimitsConfig(models_per_key=1)
     config = config_for(tmp_path, http=HttpConfig(api_keys=(ALICE, BOB)), limits=limits)
     async with of_alice_and_bob(config) as (alice, bob):

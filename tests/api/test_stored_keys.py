@@ -198,7 +198,7 @@ async def test_a_token_ends_with_its_key_though_its_owner_has_another(tmp_path: 
 async def test_a_read_only_key_takes_no_session_and_keeps_none_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("skyrl_actors.controller.controller.SESSIONS_PER_KEY", 1)
+    monkeypatch.setattr("skyrl_actors.controller.session_start.SESSIONS_PER_KEY", 1)
     async with edge(config_for(tmp_path, http=HttpConfig(api_keys=(f"ann={ANN}",)))) as anyone:
         ann, reader = holder(anyone, ANN), holder(anyone, READER)
         await keys_of(anyone).add_key(stored(READER, "ann", "read_only"), "eve")

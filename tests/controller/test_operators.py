@@ -14,7 +14,7 @@ from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.errors import CapacityError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from tests.controller.test_controller import batch
 from tests.fakes import FakeBackend
@@ -151,6 +151,37 @@ async def test_an_ended_session_is_freed_and_recorded(controller: Controller):
     entry = await controller.session_catalog("session", session)
     assert entry.status == "interrupted" and entry.note.detail == "ended by an operator"
     assert await acts(controller) == [("end", session)]
+
+
+async def test_ending_a_session_does_not_wait_for_its_running_request(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.controller.operators.ANSWER_S", 0.2)
+    session, model_id = await model_in(controller)
+    stepped = await step(controller, model_id, 1)
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        await controller.operators.end_session(session, "eve")
+    assert session not in controller.tenants.sessions and model_id in controller.tenants.models
+    controller.backend.done.set()  # type: ignore[attr-defined]
+    assert isinstance(await controller.answers.whole(stepped, 5), rs.StepDone)
+    async with asyncio.timeout(5):
+        while model_id in controller.tenants.models:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_sessions_at_once_do_not_exceed_their_number(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.controller.session_start.SESSIONS_PER_KEY", 5)
+    ids = [f"s{number}k{ANN}" for number in range(20)]
+    # each twice: a repeat waits for the first, and gets the same session
+    opened = await asyncio.gather(
+        *(controller.create_session(one) for one in (*ids, *ids)), return_exceptions=True
+    )
+    refused = [one for one in opened if isinstance(one, CapacityError)]
+    assert len(controller.tenants.sessions) == 5 and len(refused) == 30
+    assert controller.journal.trouble is None
 
 
 async def test_a_paused_service_accepts_and_runs_later_also_after_a_restart(tmp_path: Path):

@@ -32,7 +32,7 @@ from skyrl_actors.messages.usage import ALL_KEYS, DAY_S, HOUR_S, OwnerQuota, Quo
 from tests.fakes import FakeBackend
 
 NOON = 20_000 * DAY_S + DAY_S // 2
-ANN, BOB = owner_of_name("ann", ""), owner_of_name("bob", "")
+ANN, BOB, CAT = (owner_of_name(name, "") for name in ("ann", "bob", "cat"))
 
 
 class Clock:
@@ -213,7 +213,10 @@ def test_keys_without_a_quota_have_that_of_all_keys():
     with pytest.raises(CapacityError, match="1 requests of this API key are open"):
         made.admit(BOB, 0, 1)
     made.set(OwnerQuota(owner=BOB, name="bob", quota=Quota()))
-    made.admit(BOB, 0, 1)
+    with pytest.raises(CapacityError):  # a weight is no limit
+        made.admit(BOB, 0, 1)
+    made.set(OwnerQuota(owner=CAT, name="cat", quota=Quota(models=3)))
+    made.admit(CAT, 0, 1)
     assert (made.weight(ANN), made.weight(BOB), made.weight("")) == (2.0, 1.0, 1.0)
     made.admit("", 0, 1)  # without API keys there are no quotas
 
