@@ -6,6 +6,7 @@ tinker-conformance --base-url http://127.0.0.1:8000 [--api-key KEY] [--tier numb
 import argparse
 import os
 import sys
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kill-command", help="kills the server; for checks of durability")
     parser.add_argument("--start-command", help="starts a server that a check ended")
     parser.add_argument("--second-api-key", help="of another tenant; for fairness between keys")
+    parser.add_argument(
+        "--latency",
+        type=float,
+        metavar="SECONDS",
+        help="fail if a call waits longer beside its computation; by default it is only measured",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the scorecard as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the scorecard as a page")
     return parser.parse_args(given)
@@ -72,6 +79,50 @@ def chosen(tiers: list[str] | None, names: list[str] | None) -> list[Check]:
     ]
 
 
+def _fault(asked: argparse.Namespace, checks: list[Check]) -> str | None:
+    """Return what is wrong with the arguments, before anything is sent."""
+    if not asked.base_url:
+        return "use --base-url, or set TINKER_BASE_URL"
+    if not checks:
+        return "no check of these names is in these tiers; --list shows all"
+    for file in (asked.json, asked.html):
+        if file is not None and not file.absolute().parent.is_dir():
+            return f"{file.absolute().parent} is no folder"
+    return None
+
+
+def _connected(asked: argparse.Namespace) -> Server:
+    """Connect within --limit. The SDK itself tries for minutes."""
+    found: list[Server | Exception] = []
+
+    def connect() -> None:
+        try:
+            found.append(
+                Server(
+                    asked.base_url,
+                    asked.api_key,
+                    asked.model,
+                    asked.tolerance,
+                    asked.timeout,
+                    asked.kill_command,
+                    asked.start_command,
+                    asked.second_api_key,
+                    asked.latency,
+                )
+            )
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(asked.limit)
+    if not found:
+        raise TimeoutError(f"no session and no list of models within {asked.limit:.0f} s")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
 def main(given: list[str] | None = None) -> int:
     """Return 0 if no check failed, 1 if one did, and 2 if the server cannot be tested."""
     asked = arguments(given)
@@ -83,20 +134,11 @@ def main(given: list[str] | None = None) -> int:
     if asked.list:
         print("\n".join(f"{each.tier:<10}  {each.name:<28}  {each.title}" for each in checks))
         return 0
-    if not asked.base_url:
-        print("error: use --base-url, or set TINKER_BASE_URL", file=sys.stderr)
+    if fault := _fault(asked, checks):
+        print(f"error: {fault}", file=sys.stderr)
         return 2
     try:
-        server = Server(
-            asked.base_url,
-            asked.api_key,
-            asked.model,
-            asked.tolerance,
-            asked.timeout,
-            asked.kill_command,
-            asked.start_command,
-            asked.second_api_key,
-        )
+        server = _connected(asked)
     except Exception as error:
         print(f"error: {asked.base_url} cannot be tested: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tinker_conformance.checks import Skipped, check
+from tinker_conformance.checks import Skipped, check, expect
 from tinker_conformance.repeating import repeating
 from tinker_conformance.server import FAR, Server, data_of, rows
 
@@ -65,6 +65,7 @@ def _trained(server: Server, model: Any, interrupt: Any = None) -> np.ndarray:
 def killed_with_a_gradient(server: Server) -> None:
     if server.kill_command is None:
         raise Skipped("needs --kill-command")
+    expect(server.alpha > 0, "no step size")  # before models are made
     wanted = _trained(server, server.model())
     found = _trained(server, server.model(), server.kill)
     server.same(found, wanted, "weights after the kill differ", 1e-3)
@@ -95,11 +96,11 @@ def killed_during_a_call(server: Server) -> None:
 def killed_with_a_sampler(server: Server) -> None:
     if server.kill_command is None:
         raise Skipped("needs --kill-command")
-    model, row = server.model(), rows(9, 1)[0]
+    alpha, model, row = server.alpha, server.model(), rows(9, 1)[0]
     server.train(model, rows(0))
-    server.plain_step(model, FAR * server.alpha)
+    server.plain_step(model, FAR * alpha)
     sampler = server.got(model.save_weights_and_get_sampling_client())
-    path = server.got(model.save_state("conformance-five")).path
+    path = server.saved(model.save_state("conformance-five"))
     wanted = server.score(model, [row])
     server.kill()
     found = server.sampler_scores(sampler, row)

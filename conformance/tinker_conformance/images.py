@@ -77,6 +77,7 @@ def image_positions(server: Server) -> None:
 
 @check("images", "Training rows with images have the loss that the sampler's logprobs give")
 def images_train(server: Server) -> None:
+    alpha = server.alpha
     model, sampler = _sampler(server)
     row = rows(0, 1)[0]
     chunks = [_image(png(10)), _text(row)]
@@ -92,7 +93,7 @@ def images_train(server: Server) -> None:
         abs(found - wanted) <= server.tolerance * abs(wanted),
         f"loss:sum is {found:.5g}, and the sampler's logprobs give {wanted:.5g}",
     )
-    server.plain_step(model, server.alpha)
+    server.plain_step(model, alpha)
     later = server.got(model.save_weights_and_get_sampling_client())
     moved = float(np.abs(_scored(server, later, *chunks) - sampled)[-len(row) :].mean())
     expect(moved > 1e-5, "a step on a row with an image moves nothing")

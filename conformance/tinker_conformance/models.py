@@ -47,13 +47,14 @@ def models_differ(server: Server) -> None:
 
 @check("models", "Adapters have the rank that was asked, 1 to 32")
 def ranks(server: Server) -> None:
+    alpha = server.alpha
     for rank in (1, 32):
         model = server.model(rank=rank)
         told = server.got(model.get_info()).lora_rank
         expect(told in (rank, None), f"lora_rank is {told}, and {rank} was asked")
         before = server.score(model, rows(9))
         server.train(model, rows(0))
-        server.plain_step(model, server.alpha)
+        server.plain_step(model, alpha)
         moved = float(np.abs(server.score(model, rows(9)) - before).mean())
         expect(moved > 1e-5, f"a step of an adapter of rank {rank} moves nothing")
 

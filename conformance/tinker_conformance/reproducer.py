@@ -68,6 +68,14 @@ def post(path, **body):
             return found.json()
 """,
 }
+NEW_WITHOUT_SEEDS = """\
+def new(seed=1, rank=8, starts={{}}):  # this server drops seeds: all but the first are loaded
+    if (seed, rank) in starts:
+        return client.create_training_client_from_state(starts[seed, rank])
+    made = client.create_lora_training_client(MODEL, rank=rank, seed=seed)
+    starts[seed, rank] = made.save_state(f"start-{{seed}}-{{rank}}").result().path
+    return made
+"""
 NEEDS = {"step": ("RATE",), "sampler": ("model",)}
 ORDER = ("PNG", "post", "new", "RATE", "model", "train", "step", "score", "sampler", "draw")
 NO_ALPHA = 1e-3  # a step size where none was found
@@ -86,5 +94,6 @@ def script_of(check: Check, server: Server) -> str:
         "row": rows(0, 1)[0],
         "rate": (server.found_alpha or NO_ALPHA) * EPS,
     }
-    text = FIRST_LINES + "".join(HELPERS[name] for name in ORDER if name in used)
+    helpers = HELPERS | ({"new": NEW_WITHOUT_SEEDS} if server.drops_seeds else {})
+    text = FIRST_LINES + "".join(helpers[name] for name in ORDER if name in used)
     return text.format(**values) + script + "\n"

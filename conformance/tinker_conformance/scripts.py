@@ -5,16 +5,20 @@ SCRIPTS = {
     "capabilities": "print(MODEL, client.get_server_capabilities().supported_models)",
     "info": "print(model.get_info())  # lora_rank 8",
     "forward_shapes": """\
-print(model.forward([datum(), datum()], "cross_entropy").result())  # 2 rows of 12 logprobs""",
+found = model.forward([datum(), datum()], "cross_entropy").result().loss_fn_outputs
+print(len(found), "equals", 2)
+for one in found:
+    print(len(one["logprobs"].data), "equals", 12)
+    print("highest logprob", max(one["logprobs"].data))  # below 0""",
     "training_call": """\
 print(train(model, datum()).metrics)  # has loss:sum
 print(model.optim_step(types.AdamParams(learning_rate=1e-5)).result())""",
     "order_of_rows": """\
 data = [datum(row), datum(row[:4]), datum(row[::-1])]
-for one in model.forward(data, "cross_entropy").result().loss_fn_outputs:
-    print(len(one["logprobs"].data))  # 12, 3, 12
-print(sum(list(model.forward(data, "cross_entropy").result().loss_fn_outputs)[1]["logprobs"].data),
-      "equals", score(model, row[:4]))""",
+found = model.forward(data, "cross_entropy").result().loss_fn_outputs
+for one, given in zip(found, (row, row[:4], row[::-1])):
+    print(len(one["logprobs"].data), "equals", len(given) - 1)
+    print(sum(one["logprobs"].data), "equals", score(model, given))""",
     "rows_are_apart": """\
 beside = model.forward([datum(row[::-1]), datum(row)], "cross_entropy").result()
 print(sum(beside.loss_fn_outputs[1]["logprobs"].data), "equals", score(model))""",
@@ -26,12 +30,15 @@ rest.delete_checkpoint_from_tinker_path(path).result()""",
     "training_run": """\
 name = model.get_info().model_id
 print(client.create_rest_client().get_training_run(name).result())  # lora_rank 8""",
-    "sampler_draws": "print(draw(sampler, max_tokens=4))",
+    "sampler_draws": """\
+(one,) = draw(sampler, max_tokens=4)
+print(one.tokens, one.logprobs)  # 1 to 4 tokens, each with a logprob of at most 0
+print(max(len(one.tokens), 4), "equals", 4)""",
     # numbers
     "cross_entropy_is_a_sum": """\
-out = train(model, datum(), datum())
-logprobs = [p for one in out.loss_fn_outputs for p in one["logprobs"].data]
-print(out.metrics["loss:sum"], "equals", -sum(logprobs))""",
+out = train(model, datum(weights=[0.0, 2.0] * 6), datum())
+first, second = (one["logprobs"].data for one in out.loss_fn_outputs)
+print(out.metrics["loss:sum"], "equals", -2 * sum(first[1::2]) - sum(second))""",
     "importance_sampling": """\
 import math
 p = model.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
@@ -81,15 +88,23 @@ train(one, datum(weights=[0.5] * 12)), step(one, learning_rate=2 * RATE)
 train(two, datum()), step(two)
 print(score(one), "equals", score(two))""",
     "gradients_are_symmetric": """\
-one, two, back = new(), new(), row[::-1]
-train(one, datum(row)), step(one)  # along the first loss
-train(two, datum(back)), step(two)  # along the second one
-print(score(one, back) - score(new(), back), "equals", score(two, row) - score(new(), row))""",
+p = model.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+advantages = [1.5, 1.0, 0.5, 2.0] * 3
+def changed(one):  # the logprobs, by a step
+    step(one)
+    after = one.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    return [y - x for x, y in zip(p, after)]
+one, two = new(), new()
+train(one, datum())
+data = [datum(logprobs=list(p), advantages=advantages)]
+two.forward_backward(data, "importance_sampling").result()
+print(sum(a * x for a, x in zip(advantages, changed(one))), "equals", sum(changed(two)))""",
     "learning_rate_and_eps": """\
 one, two, before = new(), new(), score(new())
 train(one, datum()), step(one)
 train(two, datum()), step(two, learning_rate=2 * RATE, eps=4e6)
-print(score(one) - before, "equals", 2 * (score(two) - before))""",
+print(score(one) - before, "equals", 2 * (score(two) - before))
+print("a step moves by", score(one) - before)  # not 0""",
     "beta1": """\
 found = [score(model)]
 for weight in (1.0, 0.0):
@@ -98,10 +113,11 @@ for weight in (1.0, 0.0):
 print(found[2] - found[1], "equals", (found[1] - found[0]) * 0.8 / 1.8)""",
     "beta2": """\
 found = [score(model)]
-for data in ([datum()], [datum(), datum()]):
-    train(model, *data), step(model, learning_rate=2e-5, beta2=0.5, eps=1e-30)
+for weight in (1.0, 0.0):
+    train(model, datum(weights=[weight] * 12))
+    step(model, learning_rate=2e-5, beta1=0.8, beta2=0.2, eps=1e-30)
     found.append(score(model))
-print(found[2] - found[1], "equals", (found[1] - found[0]) * 2 * (1.5 / 4.5) ** 0.5)""",
+print(found[2] - found[1], "equals", (found[1] - found[0]) * 0.8 / 1.8 * (1.2 / 0.2) ** 0.5)""",
     "weight_decay": """\
 start = score(model)
 train(model, datum()), step(model)
@@ -122,8 +138,9 @@ one, other, alone = new(), new(2), new()
 first = one.forward_backward([datum()], "cross_entropy")
 second = other.forward_backward([datum(row[::-1])], "cross_entropy")
 first.result(), second.result(), step(other), step(one)
+found = score(one)  # before the next model trains
 train(alone, datum()), step(alone)
-print(score(one), "equals", score(alone))""",
+print(found, "equals", score(alone))""",
     "state_is_restored": """\
 train(model, datum()), step(model)
 saved, path = score(model), model.save_state("two").result().path
@@ -162,7 +179,10 @@ print(sum(one.logprobs), "equals", score(model, row + list(one.tokens)) - score(
     "seeds": """\
 for seed in (1, 1, 2):
     print([one.tokens for one in draw(sampler, 4, seed=seed)])  # two equal lines, and another""",
-    "counts": "print(draw(sampler, 5, max_tokens=3))  # 5 answers of at most 3 tokens",
+    "counts": """\
+found = draw(sampler, 5, max_tokens=3)
+print(len(found), "equals", 5)
+print(max(3, *(len(one.tokens) for one in found)), "equals", 3)  # the longest""",
     "stops": """\
 whole = draw(sampler)[0].tokens
 cut = draw(sampler, stop=[whole[1]])[0]
@@ -172,8 +192,8 @@ for way in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}):
     print(draw(sampler, **way)[0].tokens)  # three equal lines""",
     "frequencies": """\
 for temperature in (0.1, 1.0, 2.0):
-    tokens = [one.tokens[0] for one in draw(sampler, 256, max_tokens=1, temperature=temperature)]
-    print(temperature, len(set(tokens)))  # more different tokens in each line""",
+    drawn = draw(sampler, 256, max_tokens=1, temperature=temperature)
+    print(temperature, len({one.tokens[0] for one in drawn}))  # more different tokens each time""",
     "samplers_of_paths": """\
 train(model, datum()), step(model, learning_rate=50 * RATE)
 path, wanted = model.save_weights_for_sampler("four").result().path, score(model)
@@ -200,7 +220,11 @@ for one in client.get_server_capabilities().supported_models:
     print(one.model_name, score(client.create_lora_training_client(one.model_name, rank=8)))""",
     "ranks": """\
 for rank in (1, 32):
-    print(new(rank=rank).get_info().lora_rank)  # 1, 32""",
+    one = new(rank=rank)
+    before = score(one)
+    train(one, datum()), step(one)
+    print(one.get_info().lora_rank, "equals", rank)
+    print("a step moves by", score(one) - before)  # not 0""",
     "context_length": """\
 longest = client.get_server_capabilities().supported_models[0].max_context_length
 print(score(model, [20] * (longest + 1)))  # as many input tokens as are allowed
@@ -307,14 +331,30 @@ print(score(model, [*row[:-2], 10**9, 20]))  # is refused""",
 data = [datum(logprobs=[-1.0] * 12, advantages=[1.0] * 12)]
 print(model.forward_backward(data, "ppo", {"clip_low_treshold": 0.9}).result())  # is refused""",
     "bad_steps": """\
-train(model, datum())
-print(model.optim_step(types.AdamParams(learning_rate=float("nan"))).result())  # is refused""",
-    "bad_samples": "print(draw(sampler, max_tokens=4, temperature=-1.0))  # is refused",
+for wrong in ({"learning_rate": float("nan")}, {"learning_rate": float("inf")}, {"beta1": 1.5}):
+    train(model, datum())
+    try:
+        model.optim_step(types.AdamParams(**wrong)).result()
+        print(wrong, "was accepted")
+    except Exception as error:
+        print(wrong, type(error).__name__, str(error)[:100])  # each is refused by name""",
+    "bad_samples": """\
+for wrong in ({"temperature": -1.0}, {"top_p": 1.5}, {"max_tokens": 10**9}):
+    try:
+        draw(sampler, **wrong)
+        print(wrong, "was accepted")
+    except Exception as error:
+        print(wrong, type(error).__name__, str(error)[:100])  # each is refused by name""",
     "names_that_are_paths": """\
 print(model.save_state("../../outside").result())  # is refused""",
     "unknown_things": """\
-made = client.create_training_client_from_state("tinker://none/weights/none")
-print(made.get_info())  # is refused""",
+made = lambda name: client.create_lora_training_client(name, rank=8).get_info()
+opened = lambda path: client.create_training_client_from_state(path).get_info()
+for call, wrong in ((made, "none/none"), (opened, "tinker://none/weights/none")):
+    try:
+        print(call(wrong), "was accepted")
+    except Exception as error:
+        print(wrong, type(error).__name__, str(error)[:100])  # each is refused by name""",
     "others_go_on": """\
 good, bad = new(), new(2)
 future = good.forward([datum()], "cross_entropy")

@@ -17,6 +17,7 @@ import numpy as np
 import tinker
 from numpy.typing import NDArray
 from tinker import types
+from tinker.types import RequestErrorCategory
 
 from tinker_conformance.checks import Failed, Skipped, expect
 
@@ -35,7 +36,10 @@ REFUSAL = re.compile(r"Error code: 4|not JSON compliant|validation errors? for [
 EPS = 1e6  # far above any gradient
 FAR = 50  # times that step: about a nat, more than any tolerance
 MOVED = 0.02  # mean |Δ logprob| of the steps that are measured
+START_S = 600  # for the user's commands
+ALIGNED = 0.05  # relative difference of two steps along each other that is allowed at least
 ROWS, ROW_TOKENS = 4, 12
+PROBE_ROWS = 96  # of steps that are compared along each other
 LOWEST, HIGHEST = 20, 200  # of the tokens that are sent; no vocabulary is smaller
 
 
@@ -52,20 +56,22 @@ class Server:
         kill_command: str | None = None,
         start_command: str | None = None,
         second_api_key: str | None = None,
+        latency_s: float | None = None,
     ):
         self.base_url, self.api_key = base_url.rstrip("/"), api_key
         self.tolerance, self.timeout_s = tolerance, timeout_s
         self.kill_command, self.start_command = kill_command, start_command
-        self.second_api_key = second_api_key
-        self._ask_health()  # SDKs try for minutes
+        self.second_api_key, self.latency_s = second_api_key, latency_s
+        self.ask_health()  # SDKs try for minutes
         self.service = self._session()
         self.base_model = base_model or self._first_model()
         self.found_alpha: float | None = None
         self._made: list[Any] = []  # models of this session
+        self._saved: list[str] = []  # paths of checkpoints
         self.drops_seeds = False
         self._starts: dict[tuple[int, int, str], str] = {}  # seed, rank, base model -> saved state
 
-    def _ask_health(self) -> None:
+    def ask_health(self) -> None:
         answer = httpx.get(f"{self.base_url}/api/v1/healthz", timeout=10)
         if answer.status_code >= 500:
             answer.raise_for_status()
@@ -75,7 +81,7 @@ class Server:
         ends = time.monotonic() + within_s
         while True:
             try:
-                self._ask_health()
+                self.ask_health()
                 return True
             except httpx.HTTPError:
                 if time.monotonic() > ends:
@@ -86,7 +92,10 @@ class Server:
         """Start the server by the user's command. Return whether it answers."""
         if self.start_command is None:
             return False
-        subprocess.run(self.start_command, shell=True, check=True, timeout=600)
+        try:
+            subprocess.run(self.start_command, shell=True, check=True, timeout=START_S)
+        except subprocess.SubprocessError:
+            return False
         return self.answers()
 
     def with_key(self, api_key: str) -> "Server":
@@ -109,15 +118,27 @@ class Server:
 
         Older versions of the SDK cannot end a session. Its models are unloaded one by one.
         """
+        self.close()
         if hasattr(self.service, "__exit__"):
-            self.close()
             self.service = self._session()
-        else:
-            for model in self._made:
-                with suppress(Exception):  # the server may be down, or may not know the call
-                    self._unload(self.got(model.get_info()).model_id)
-        self._made.clear()
         self._starts.clear()  # a server may forget a run with its session
+
+    def saved(self, answer: Any) -> str:
+        """Return the path of a save. The checkpoint is removed when the session ends."""
+        self._saved.append(self.got(answer).path)
+        return self._saved[-1]
+
+    def _free(self) -> None:
+        """Remove checkpoints, and models where the SDK cannot end a session."""
+        for path in self._saved:
+            with suppress(Exception):  # the server may be down, or have removed it
+                rest = self.service.create_rest_client()
+                self.got(rest.delete_checkpoint_from_tinker_path(path))
+        for model in self._made if not hasattr(self.service, "__exit__") else ():
+            with suppress(Exception):  # the server may be down, or may not know the call
+                self._unload(self.got(model.get_info()).model_id)
+        self._saved.clear()
+        self._made.clear()
 
     def _unload(self, model_id: str) -> None:
         httpx.post(
@@ -128,7 +149,8 @@ class Server:
         )
 
     def close(self) -> None:
-        """End the session."""
+        """End the session, and remove what it has left."""
+        self._free()
         with suppress(Exception):  # older versions have no end, and the server may be down
             self.service.__exit__(None, None, None)
 
@@ -156,9 +178,14 @@ class Server:
         create = self.service.create_lora_training_client
         self._made.append(self.got(create(start[2], rank=rank, seed=seed)))
         if self.drops_seeds:
-            saved = self.got(self._made[-1].save_state(f"conformance-start-{seed}-{rank}"))
-            self._starts[start] = saved.path
+            saving = self._made[-1].save_state(f"conformance-start-{seed}-{rank}")
+            self._starts[start] = self.saved(saving)
         return self._made[-1]
+
+    def _check_is_refusal(self, error: Exception, what: str) -> None:
+        """Raise Failed if a request failed by a fault of the server."""
+        if getattr(error, "category", None) == RequestErrorCategory.Server:
+            raise Failed(f"{what} fails in the server: {error}"[:300]) from None
 
     def refused(self, call: Callable[[], Any], what: str) -> str:
         """Return the message of a refusal. Raises Failed if there is none, or the server breaks.
@@ -168,6 +195,7 @@ class Server:
         try:
             self.got(call())
         except REFUSALS as error:
+            self._check_is_refusal(error, what)
             return str(error)
         except Exception as error:
             if isinstance(error, ValueError) and REFUSAL.search(str(error)):
@@ -182,13 +210,14 @@ class Server:
         except (*USER_ERRORS, ValueError) as e:
             if isinstance(e, ValueError) and not REFUSAL.search(str(e)):
                 raise
+            self._check_is_refusal(e, what)
             raise Skipped(f"{what} is refused: {str(e)[:160]}") from None
 
     def kill(self) -> None:
         """Kill the server by the user's command. Raises Skipped without one."""
         if self.kill_command is None:
             raise Skipped("needs --kill-command")
-        subprocess.run(self.kill_command, shell=True, check=True, timeout=600)
+        subprocess.run(self.kill_command, shell=True, check=True, timeout=START_S)
 
     def sampler_scores(self, sampler: Any, row: Sequence[int]) -> Values:
         """Return the logprobs of all tokens but the first.
@@ -227,13 +256,16 @@ class Server:
 
     @property
     def alpha(self) -> float:
-        """A step size at which the gradient of `rows(0)` moves logprobs by about MOVED."""
+        """A step size at which the gradient of `rows(0)` moves logprobs by about MOVED.
+
+        A check reads it before it makes models: the first time it ends their session.
+        """
         if self.found_alpha is None:
             alpha = 1e-4
             for _ in range(12):
                 mean = np.abs(self.moved(lambda m: self.train(m, rows(0)), alpha)).mean()
                 expect(bool(np.isfinite(mean)), "a small step makes logprobs infinite")
-                if MOVED / 3 < mean < MOVED * 3:
+                if MOVED / 3 < mean < MOVED * 1.2:  # further, steps are not linear
                     break
                 alpha *= min(1e3, max(1e-3, MOVED / max(float(mean), 1e-9)))
             else:
@@ -244,7 +276,18 @@ class Server:
             size = max(float(np.linalg.norm(one)), 1e-12)
             far = max(float(np.linalg.norm(one - other)) for other in others) / size
             self.drops_seeds = far > self.tolerance
+            self.renew()  # frees the models of the search
         return self.found_alpha
+
+    def aligned(self, found: Values, wanted: Values, otherwise: str) -> None:
+        """Raise Failed unless `found` goes as far as `wanted` along it.
+
+        What rounding adds to many logprobs is mostly across it, so bfloat16 hides less than it does
+        from `same`.
+        """
+        off = float(found @ wanted / max(float(wanted @ wanted), 1e-12)) - 1
+        allowed = max(ALIGNED, self.tolerance)
+        expect(abs(off) <= allowed, f"{otherwise} (it is off by {off:+.0%})")
 
     def same(self, first: Values, second: Values, otherwise: str, tolerance: float = 0.0) -> None:
         """Raise Failed unless two vectors agree relative to the size of the second."""
@@ -264,12 +307,12 @@ def rows(seed: int, count: int = ROWS) -> Rows:
 
 def data_of(rows: Rows, weights: Sequence[float] | None = None, **fields: Any) -> list[Any]:
     """Return datums. `fields`: values of each row."""
-    own = [1.0] * ROW_TOKENS if weights is None else list(weights)
     found: list[Any] = []
     for number, row in enumerate(rows):
         inputs = {name: tensor(values[number]) for name, values in fields.items()}
         inputs["target_tokens"] = tensor(row[1:], "int64")
         if not fields or weights is not None:
+            own = [1.0] * (len(row) - 1) if weights is None else list(weights)
             inputs["weights"] = tensor(own)
         found.append(
             types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)

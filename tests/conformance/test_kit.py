@@ -23,6 +23,7 @@ from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from tests.api.local import MODEL, LocalClient, config_for
+from tests.conformance import bigram
 from tests.conformance.bigram import SECOND_KEY, BigramBackend, Faulty
 
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -80,6 +81,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "waits in one queue": ("small_calls_pass",),
     "serves in order": ("fair_between_keys",),
     "accepts infinity": ("infinite_losses",),
+    "breaks in losses": ("ppo", "importance_sampling", "cispo", "dro", "infinite_losses"),
     "accepts all": (
         "short_targets",
         "weights_that_are_not_numbers",
@@ -126,7 +128,16 @@ class Running:
 
     def client(self) -> Server:
         kill = f"touch {self.killed}"
-        return Server(self.url, "tml-kit", MODEL, 0.02, 10.0, kill, second_api_key=SECOND_KEY)
+        return Server(
+            self.url,
+            "tml-kit",
+            MODEL,
+            0.02,
+            10.0,
+            kill,
+            second_api_key=SECOND_KEY,
+            latency_s=0.05,
+        )
 
     def stop(self) -> None:
         self.server.should_exit = True
@@ -156,37 +167,87 @@ def test_a_right_server_passes(running: Running, server: Server, check: Any):
     assert row.result == wanted, row
 
 
+class Reproducers:
+    """Runs scripts against the server. `printed` has what the last one printed."""
+
+    def __init__(self, running: Running, capsys: pytest.CaptureFixture[str]):
+        self._running, self._capsys, self.printed = running, capsys, ""
+
+    def refuses(self, script: str) -> bool:
+        """Run a script, and return whether the server refused its last call."""
+        names: dict[str, Any] = {}
+        try:
+            exec(compile(script, "reproducer", "exec"), names)
+            return False
+        except REFUSALS:
+            return True
+        finally:
+            for each in [one for one in names.values() if isinstance(one, tinker.ServiceClient)]:
+                each.__exit__(None, None, None)
+            self.printed = self._capsys.readouterr().out
+
+    def unequal(self) -> list[str]:
+        """Return printed lines of numbers that should be equal, and are not."""
+        found: list[str] = []
+        for line in self.printed.splitlines():
+            first, equals, second = line.partition(" equals ")
+            if not equals or first[0] in "[<{":
+                continue
+            if float(first) != pytest.approx(float(second), rel=0.02, abs=1e-6):
+                found.append(line)
+        return found
+
+
+@pytest.fixture
+def reproducers(
+    running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Reproducers:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-kit")
+    monkeypatch.setenv("SECOND_TINKER_API_KEY", SECOND_KEY)
+    monkeypatch.setattr("builtins.input", lambda _: running.killed.touch())
+    return Reproducers(running, capsys)
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_reproducer_runs_as_it_is(
-    running: Running,
-    server: Server,
-    check: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    running: Running, server: Server, check: Any, reproducers: Reproducers
 ):
     """On a right server. What it prints as equal is equal, and what is to be refused is refused."""
     running.backend.faults = set()
     assert server.alpha > 0
     script = script_of(check, server)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-kit")
-    monkeypatch.setenv("SECOND_TINKER_API_KEY", SECOND_KEY)
-    monkeypatch.setattr("builtins.input", lambda _: running.killed.touch())
-    names: dict[str, Any] = {}
     refused = "# is refused" in script
-    try:
-        exec(compile(script, check.name, "exec"), names)
-        assert not refused
-    except REFUSALS:
-        assert refused
-    finally:
-        for each in [one for one in names.values() if isinstance(one, tinker.ServiceClient)]:
-            each.__exit__(None, None, None)
-    shown = capsys.readouterr().out
-    assert shown or refused
-    for line in shown.splitlines():
-        first, equals, second = line.partition(" equals ")
-        if equals and first[0] not in "[<{":
-            assert float(first) == pytest.approx(float(second), rel=0.02, abs=1e-6), line
+    assert reproducers.refuses(script) == refused
+    assert reproducers.printed or refused
+    assert not reproducers.unequal() and "was accepted" not in reproducers.printed
+
+
+# Their reproducers print what a reader compares: seconds, lines of tokens, lists of models.
+READ = {"seeds", "greedy_ways", "frequencies", "stops", "seed_decides", "many_models"}
+READ |= {"base_is_untouched", "samplers_are_pinned", "sample_logprobs_agree", "others_go_on"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_reproducer_shows_the_fault(
+    running: Running, server: Server, fault: str, reproducers: Reproducers
+):
+    running.backend.faults = set()
+    assert server.alpha > 0
+    for check in chosen(None, list(FAULTS[fault])):
+        script = script_of(check, server)
+        running.backend.faults = {fault}
+        try:
+            was_refused = reproducers.refuses(script)
+        finally:
+            running.backend.faults = set()
+            running.killed.unlink(missing_ok=True)
+        if "# is refused" in script:
+            assert not was_refused, check.name
+        elif " equals " in script and check.name not in READ:
+            moves_nothing = "a step moves by 0.0\n" in reproducers.printed
+            assert reproducers.unequal() or moves_nothing, (check.name, reproducers.printed)
+        elif "was accepted" in script:
+            assert "was accepted" in reproducers.printed, check.name
 
 
 def test_each_check_can_turn_red():
@@ -225,6 +286,9 @@ def test_the_scorecard_is_written(
     assert "numbers          1     0     0" in shown and "create_lora_training_client" in shown
     assert main(given) == 0
     assert main(["--base-url", running.url, "--check", "nothing"]) == 2
+    assert main([*given, "--tier", "core", "--check", "ppo"]) == 0, "one of them is there"
+    assert main(["--base-url", running.url, "--tier", "core", "--check", "ppo"]) == 2
+    assert main([*given, "--html", str(tmp_path / "none" / "card.html")]) == 2
     assert main(["--base-url", "http://127.0.0.1:9", "--model", "m", "--check", "info"]) == 2
 
 
@@ -239,3 +303,52 @@ def test_a_fault_turns_its_checks_red(running: Running, server: Server, fault: s
     finally:
         running.backend.faults = set()
         running.killed.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("fault", ["", "draws seeds"])
+def test_a_run_leaves_nothing_on_the_server(running: Running, fault: str):
+    running.backend.faults = {fault}
+    server = running.client()
+    names = ["state_is_restored", "optimizer_is_restored", "samplers_of_paths", "clipping"]
+    try:
+        rows = [outcome(each, server, 60) for each in chosen(None, names)]
+        assert [row.result for row in rows] == ["pass"] * len(names), rows
+        server.close()
+        other = running.client()
+        rest = other.service.create_rest_client()
+        assert not other.got(rest.list_user_checkpoints()).checkpoints
+        other.close()
+    finally:
+        running.backend.faults = set()
+
+
+def test_a_server_that_cannot_be_started_again_ends_no_run(running: Running):
+    running.backend.faults = set()
+    server = running.client()
+    server.start_command = "false"
+    assert not server.start()
+    server.close()
+
+
+def test_a_server_without_end_is_given_up(running: Running):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        given = ["--base-url", url, "--model", MODEL, "--check", "info", "--limit", "1"]
+        assert main(given) == 2
+
+
+@pytest.mark.parametrize("logits", [0.5, 2.0])
+def test_the_numbers_tier_is_green_in_bfloat16(
+    running: Running, monkeypatch: pytest.MonkeyPatch, logits: float
+):
+    """Logits are rounded, as those of a head in bfloat16 are."""
+    running.backend.faults = set()
+    monkeypatch.setattr(bigram, "BASE", logits * bigram.BASE)
+    monkeypatch.setattr(bigram, "ROUNDS", True)
+    server = running.client()
+    server.tolerance = 0.1
+    try:
+        found = {each.name: outcome(each, server, 60) for each in chosen(["numbers"], None)}
+        assert not [row for row in found.values() if row.result != "pass"]
+    finally:
+        server.close()
