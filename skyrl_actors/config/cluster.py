@@ -217,7 +217,7 @@ class ClusterConfig(FrozenConfig):
                 key = ".".join((label, *(str(part) for part in first["loc"])))
                 text = first["msg"].removeprefix("Value error, ")
                 raise ValueError(f"base_models.{key}: {text}") from None
-            folder = own.transfer_folder
+            folder = own.transfer.folder / self.name
             found[own.base_model.name] = own.model_copy(
                 update={
                     "name": f"{self.name}:{label}",
