@@ -185,7 +185,7 @@ class Reproducers:
         try:
             exec(compile(script, "reproducer", "exec"), names)
             return False
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever the script shows
             in_server = getattr(error, "category", None) == RequestErrorCategory.Server
             if isinstance(error, REFUSALS) and not in_server:
                 return True
