@@ -102,7 +102,7 @@ def rows_are_apart(server: Server) -> None:
 )
 def checkpoint_is_listed(server: Server) -> None:
     model = server.model()
-    path = server.got(model.save_state("conformance-one")).path
+    path = server.saved(model.save_state("conformance-one"))
     parts = path.removeprefix("tinker://").split("/")
     expect(path.startswith("tinker://") and parts[1:] == ["weights", "conformance-one"], path)
     rest = server.service.create_rest_client()

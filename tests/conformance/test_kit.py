@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -259,7 +260,8 @@ def test_a_reproducer_shows_the_fault(
             moves_nothing = "a step moves by 0.0\n" in reproducers.printed
             assert reproducers.unequal() or moves_nothing, (check.name, reproducers.printed)
         elif "was accepted" in script:
-            assert "was accepted" in reproducers.printed, check.name
+            # What this server answers in place of a refusal is no result that the SDK knows.
+            assert re.search("was accepted|ValueError", reproducers.printed), check.name
 
 
 def test_each_check_can_turn_red():
@@ -321,17 +323,24 @@ def test_a_fault_turns_its_checks_red(running: Running, server: Server, fault: s
 def test_a_run_leaves_nothing_on_the_server(running: Running, fault: str):
     running.backend.faults = {fault}
     server = running.client()
+    before = saved(running)
     names = ["state_is_restored", "optimizer_is_restored", "samplers_of_paths", "clipping"]
     try:
         rows = [outcome(each, server, 60) for each in chosen(None, names)]
         assert [row.result for row in rows] == ["pass"] * len(names), rows
         server.close()
-        other = running.client()
-        rest = other.service.create_rest_client()
-        assert not other.got(rest.list_user_checkpoints()).checkpoints
-        other.close()
+        assert saved(running) == before
     finally:
         running.backend.faults = set()
+
+
+def saved(running: Running) -> set[str]:
+    """Return the paths of all checkpoints."""
+    server = running.client()
+    listed = server.service.create_rest_client().list_user_checkpoints(limit=1000)
+    paths = {one.tinker_path for one in server.got(listed).checkpoints}
+    server.close()
+    return paths
 
 
 def test_a_server_that_cannot_be_started_again_ends_no_run(running: Running):

@@ -407,12 +407,13 @@ def test_a_restore_removes_nothing_that_others_wrote_meanwhile(
     assert not left
 
 
+@pytest.mark.parametrize("config", ["postgres"], indirect=True)
 def test_databases_that_an_interrupted_restore_filled_are_empty_again(
-    stopped: JournalConfig, postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: JournalConfig, config: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
     target = overrides(
-        JournalConfig(folder=tmp_path / "n" / "journal", url=postgres), tmp_path / "n"
+        JournalConfig(folder=tmp_path / "n" / "journal", url=config.url), tmp_path / "n"
     )
     real, opened = opening.connect_unchanged, list[Any]()
 
