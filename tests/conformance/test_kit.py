@@ -261,7 +261,9 @@ def test_a_reproducer_shows_the_fault(
             assert reproducers.unequal() or moves_nothing, (check.name, reproducers.printed)
         elif "was accepted" in script:
             # What this server answers in place of a refusal is no result that the SDK knows.
-            assert re.search("was accepted|ValueError|ValidationError", reproducers.printed), check.name
+            assert re.search("was accepted|ValueError|ValidationError", reproducers.printed), (
+                check.name
+            )
 
 
 def test_each_check_can_turn_red():
