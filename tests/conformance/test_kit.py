@@ -128,15 +128,16 @@ class Running:
         self._thread.start()
         assert started.wait(30)
 
-    def client(self) -> Server:
+    def client(self, tolerance: float = 0.02, start_command: str | None = None) -> Server:
         kill = f"touch {self.killed}"
         return Server(
             self.url,
             "tml-kit",
             MODEL,
-            0.02,
+            tolerance,
             10.0,
             kill,
+            start_command,
             second_api_key=SECOND_KEY,
             latency_s=0.05,
         )
@@ -347,8 +348,7 @@ def saved(running: Running) -> set[str]:
 
 def test_a_server_that_cannot_be_started_again_ends_no_run(running: Running):
     running.backend.faults = set()
-    server = running.client()
-    server.start_command = "false"
+    server = running.client(start_command="false")
     assert not server.start()
     server.close()
 
@@ -368,8 +368,7 @@ def test_the_numbers_tier_is_green_in_bfloat16(
     running.backend.faults = set()
     monkeypatch.setattr(bigram, "BASE", logits * bigram.BASE)
     monkeypatch.setattr(bigram, "ROUNDS", True)
-    server = running.client()
-    server.tolerance = 0.1
+    server = running.client(tolerance=0.1)
     try:
         found = {each.name: outcome(each, server, 60) for each in chosen(["numbers"], None)}
         assert not [row for row in found.values() if row.result != "pass"]
