@@ -6,6 +6,7 @@ gradient of another is symmetric; decay by the whole rate makes an adapter zero.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -208,13 +209,12 @@ def _at_some_size(law: Callable[[float], None], *sizes: float) -> None:
     Large steps are not linear, and rounding hides small ones. How much depends on the model. What a
     wrong server does wrong depends on no size.
     """
-    for size in sizes:
-        try:
+    *others, last = sizes
+    for size in others:
+        with suppress(Failed):
             law(size)
             return
-        except Failed as failed:
-            last = failed
-    raise last
+    law(last)
 
 
 @check(
