@@ -34,12 +34,15 @@ def added_latency(server: Server) -> str:
 
     for _ in range(3):
         server.got(call())
-    alone = median(_seconds(lambda: server.got(call())) for _ in range(15))
+    # In turns, so that other load of the machine is in both.
+    turns = [
+        (_seconds(lambda: server.got(call())), _seconds(server.ask_health)) for _ in range(15)
+    ]
+    alone, trip = (median(seconds) for seconds in zip(*turns, strict=True))
     together = median(
         _seconds(lambda: [server.got(one) for one in [call() for _ in range(16)]]) / 16
         for _ in range(3)
     )
-    trip = median(_seconds(server.ask_health) for _ in range(5))
     told = (
         f"{alone * 1e3:.0f} ms alone, {together * 1e3:.0f} ms each of 16 at a time, "
         f"{trip * 1e3:.0f} ms for an empty request"

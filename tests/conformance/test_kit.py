@@ -139,7 +139,7 @@ class Running:
             kill,
             start_command,
             second_api_key=SECOND_KEY,
-            latency_s=0.05,
+            latency_s=0.25,
         )
 
     def stop(self) -> None:
