@@ -81,23 +81,24 @@ class CheckpointFolders:
         """
         if self._mirror is None:
             return 0
-        fetched = self._pulled(self._run_folders.keeps)
+        fetched, whole = self._pulled(self._run_folders.keeps)
         for run in self._run_folders.own():
             for folder in checkpoints_in(run):
                 # Without notes it is not complete; it may still have to be encrypted.
-                if (folder / ABOUT_FILE).exists() and not self._mirror.has(folder):
+                if (folder / ABOUT_FILE).exists() and folder not in whole:
                     self._mirrored(folder)
         return fetched
 
     def fetch(self) -> int:
         """Copy what only the mirror has to this machine, while no controller runs."""
-        return self._pulled(keeps_all)
+        return self._pulled(keeps_all)[0]
 
-    def _pulled(self, wanted: Callable[[str], bool]) -> int:
-        fetched = self._mirror.pull(RUN_FILE, wanted) if self._mirror else 0
+    def _pulled(self, wanted: Callable[[str], bool]) -> tuple[int, set[Path]]:
+        """Return how many were fetched, and the folders of all that the mirror has."""
+        fetched, whole = self._mirror.pull(RUN_FILE, wanted) if self._mirror else (0, set[Path]())
         if fetched:
             self._published.forget()
-        return fetched
+        return fetched, whole
 
     def _mirrored(self, folder: Path) -> None:
         if self._mirror:

@@ -226,15 +226,21 @@ class Ledger:
         self.queue.finish(op.request_id, op.model_id)
         self.results.resolve(op.request_id, without_routes(outcome.result))
 
-    async def write_until_stored(self, *entries: Entry) -> None:
-        """Write entries to the journal, and retry for as long as it cannot write."""
+    async def write_until_stored(
+        self, *entries: Entry, unless: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Write entries to the journal, and retry for as long as it cannot write.
+
+        Returns False if `unless` became true before an attempt, so that they are not written.
+        """
         pause_s = FIRST_PAUSE_S
-        while True:
+        while not unless():
             try:
                 await self.journal.write(*entries)
-                return
+                return True
             except Unavailable as error:
                 # No event reports that a disk has space again, so the write is retried.
                 log.warning("waiting for the journal: %s", error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return False

@@ -45,7 +45,6 @@ class NamedSamplers:
         self._journal = journal
         self._retire = retire
         self._last_joined = 0
-        self._opening: set[str] = set()  # ids that are counted already
 
     def join(self, sampler_id: str, now: float) -> int:
         """Return a number that no other copy of this sampler's client has.
@@ -96,12 +95,9 @@ class NamedSamplers:
         self._context.admin.mode.check_accepts()
         if session_id is not None:
             self._tenants.session(session_id)
-            self._context.check_samplers(sampler_id, opening=self._opening)
-        self._opening.add(sampler_id)
-        try:
+            self._context.check_samplers(sampler_id, opening=self._tenants.opening)
+        with self._tenants.opens(sampler_id):
             return await self._written(sampler_id, session_id, base_model, path)
-        finally:
-            self._opening.discard(sampler_id)
 
     async def _written(
         self, sampler_id: str, session_id: str | None, base_model: str, path: str | None

@@ -5,12 +5,14 @@ A start does not read them, so its duration does not depend on the number of ear
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.queue import KEPT_PER_STREAM, RequestQueue
 from skyrl_actors.journal.protocol import Journal
 
 STREAMS = 20_000  # streams known to be read; a stream beyond that is read again
+ENDED = 10  # of them, those of ended models and samplers whose requests stay in memory
 
 
 class Recall:
@@ -22,10 +24,15 @@ class Recall:
         self._completions = completions
         self._before = 1
         self._reading: OrderedDict[str, asyncio.Task[None]] = OrderedDict()
+        self._is_live: Callable[[str], bool] = lambda stream: True
+        self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def begin(self, next_number: int) -> None:
-        """Set the first number of this controller; lower numbers are from earlier ones."""
-        self._before = next_number
+    def begin(self, next_number: int, is_live: Callable[[str], bool]) -> None:
+        """Set the first number of this controller; lower numbers are from earlier ones.
+
+        Only streams that are live are forgotten by whoever ends them.
+        """
+        self._before, self._is_live = next_number, is_live
 
     async def stream(self, stream: str) -> None:
         """Read a stream's requests from before the restart, unless done. Raises Unavailable."""
@@ -44,6 +51,8 @@ class Recall:
     async def _read(self, stream: str) -> None:
         found = await self._journal.newest_answered(stream, self._before, KEPT_PER_STREAM)
         if found:
+            if not self._is_live(stream):
+                self._note_ended(stream)
             self._queue.recall(
                 stream,
                 [(op.seq_id, op.digest, op.request_id) for op in found if op.seq_id is not None],
@@ -52,3 +61,13 @@ class Recall:
             self._completions.recall(
                 stream, [(seq_id, name, bad) for seq_id, name, bad in samples if seq_id is not None]
             )
+
+    def _note_ended(self, stream: str) -> None:
+        """Keep an ended stream for those that wait for it, and forget the oldest such stream."""
+        self._ended[stream] = None
+        while len(self._ended) > ENDED:
+            oldest, _ = self._ended.popitem(last=False)
+            self._reading.pop(oldest, None)
+            if not self._is_live(oldest):
+                self._queue.forget(oldest)
+                self._completions.forget(oldest)

@@ -237,9 +237,13 @@ class Samples:
             await self._free(sampler)
 
     async def _free(self, sampler: Sampler) -> None:
-        await self.ledger.write_until_stored(SamplerRetired(sampler.sampler_id))
-        self.queue.forget(sampler.sampler_id)
-        self.completions.forget(sampler.sampler_id)
+        sampler_id = sampler.sampler_id
+        written = await self.ledger.write_until_stored(
+            SamplerRetired(sampler_id), unless=lambda: self.tenants.is_opened(sampler_id)
+        )
+        if written:
+            self.queue.forget(sampler_id)
+            self.completions.forget(sampler_id)
         await self._drop(sampler.weights)
 
     async def free_left(self) -> None:

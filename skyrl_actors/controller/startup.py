@@ -32,7 +32,7 @@ async def load_tables(
             session.session_id, now, session.user_metadata
         )
     ledger.answered_before = journal_state.recent
-    ledger.recall.begin(journal_state.next_number)
+    ledger.recall.begin(journal_state.next_number, tenants.is_stream)
     snapshots = {snapshot.model_id: snapshot for snapshot in journal_state.snapshots}
     unanswered: list[Op] = []
     for header in journal_state.operations:

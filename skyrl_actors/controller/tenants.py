@@ -64,6 +64,7 @@ class TenantTable:
         self.sessions: dict[str, TenantSession] = {}
         self.models: dict[str, Model] = {}
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
+        self.opening: Counter[str] = Counter()  # samplers that are about to be in the journal
         self.samplers: Mapping[str, Sampler] = MappingProxyType(self._samplers)
         self.lost: dict[str, str] = {}  # models that cannot be restored, and why
         self.silence = SilenceClock()
@@ -121,6 +122,32 @@ class TenantTable:
         if why is not None:
             raise NotFound(f"sampler {sampler_id!r} was dropped: {why}")
         raise NotFound(f"unknown sampler {sampler_id!r}")
+
+    def is_stream(self, stream: str) -> bool:
+        """Return whether this is the id of an open session, model or sampler.
+
+        A retired sampler with unanswered samples counts as open.
+        """
+        return (
+            stream in self.sessions
+            or stream in self.models
+            or stream in self.samplers
+            or any(sampler.sampler_id == stream for sampler in self._leaving.values())
+        )
+
+    @contextmanager
+    def opens(self, sampler_id: str) -> Generator[None]:
+        """Count a sampler as one that is about to be open."""
+        self.opening[sampler_id] += 1
+        try:
+            yield
+        finally:
+            self.opening[sampler_id] -= 1
+            self.opening += Counter()  # without zeros
+
+    def is_opened(self, sampler_id: str) -> bool:
+        """Return whether a sampler is open, or about to be: one that is shared opens again."""
+        return sampler_id in self.samplers or sampler_id in self.opening
 
     def had_sampler(self, sampler_id: str) -> bool:
         """Return whether a sampler is open, or was retired and its session is open."""

@@ -8,7 +8,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import KEEP_SNAPSHOTS, Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.journal.store import Store
-from skyrl_actors.journal.sweeping import Sweeper
+from skyrl_actors.journal.sweeping import Sweeper, Swept
 from skyrl_actors.journal.watchdog import Watchdog
 from skyrl_actors.messages.errors import (
     ConfigError,
@@ -47,6 +48,7 @@ from skyrl_actors.messages.weights import SamplerWeights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+COPIES = 4  # snapshots whose files are written, uploaded or removed at a time
 FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, OverflowError)
 
 
@@ -62,6 +64,7 @@ class SqlJournal:
         self._mirror = mirrored.mirror_of(config.mirror)
         self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS, wall, self._mirror)
         self._packs = PackStore(self.folder / opening.PACKS, self._mirror)
+        self._copying = ThreadPoolExecutor(COPIES, "journal-snapshots")
         self._retired = set[str]()  # samplers, as the last sweep saw them
         self._store: Store | None = None
         self._commits: GroupCommit | None = None
@@ -214,27 +217,31 @@ class SqlJournal:
     async def retired_weights(self) -> list[SamplerWeights]:
         return await self._read(self.store.retired_weights)
 
+    async def _with_files(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that copies files of snapshots, apart from the reads of rows."""
+        return await asyncio.get_running_loop().run_in_executor(self._copying, function, *arguments)
+
     async def stage_snapshot(self, model_id: str, number: int) -> Path:
         try:
-            return await asyncio.to_thread(self._folders.stage, model_id, number)
+            return await self._with_files(self._folders.stage, model_id, number)
         except OSError as error:
             raise Unavailable(f"no snapshot of {model_id}: {error}") from None
 
     async def drop_staging(self, staging: Path) -> None:
-        await asyncio.to_thread(self._folders.remove, staging.name)
+        await self._with_files(self._folders.remove, staging.name)
 
     async def seal_snapshot(
         self, staging: Path, model_id: str, number: int, step: int
     ) -> SnapshotTaken:
         try:
-            snapshot = await asyncio.to_thread(self._folders.seal, staging, model_id, number, step)
+            snapshot = await self._with_files(self._folders.seal, staging, model_id, number, step)
         except OSError as error:
             raise Unavailable(f"no snapshot of {model_id}: {error}") from None
         try:
             await self.write(snapshot)
         except Unavailable:
             if not self.store.unsure:  # otherwise a row may name it; the next start decides
-                await asyncio.to_thread(self._folders.remove, snapshot.folder)
+                await self._with_files(self._folders.remove, snapshot.folder)
             raise
         return snapshot
 
@@ -251,31 +258,41 @@ class SqlJournal:
 
     async def sweep(self, unfreed: Collection[str] = ()) -> int:
         policy = Retention(self.config.retention_s, KEEP_SNAPSHOTS)
-        steps = Sweeper(
-            self.store, self._kinds, policy, self.wall(), unfreed, self._retired
-        ).steps()
-        freed = 0
+        sweeper = Sweeper(self.store, self._kinds, policy, self.wall(), unfreed, self._retired)
         try:
-            while True:
-                if opening.is_held(self.folder, self.wall()):
-                    return freed
-                began = time.monotonic()
-                step = await self._writer.between(lambda: next(steps, None))
-                if step is None:
-                    return freed
-                freed += step.num_bytes
-                for name in step.folders:
-                    freed += await asyncio.to_thread(self._folders.remove, name)
-                if step.rows:  # leave half of the writer's time to writes
-                    await asyncio.sleep(time.monotonic() - began)
+            freed = await self._sweep(sweeper.steps())
+            if not self._is_held:
+                # Not by the writer: to list a mirror can take long.
+                suspects = await self._with_files(self.store.take_suspects)
+                freed += await self._sweep(sweeper.orphans(suspects))
+            return freed
         except FAULTS as error:
             raise Unavailable(f"the journal was not swept: {reason(error)}") from None
+
+    @property
+    def _is_held(self) -> bool:
+        return opening.is_held(self.folder, self.wall())
+
+    async def _sweep(self, steps: Iterator[Swept]) -> int:
+        freed = 0
+        while not self._is_held:
+            began = time.monotonic()
+            step = await self._writer.between(lambda: next(steps, None))
+            if step is None:
+                break
+            freed += step.num_bytes
+            for name in step.folders:
+                freed += await self._with_files(self._folders.remove, name)
+            if step.rows:  # leave half of the writer's time to writes
+                await asyncio.sleep(time.monotonic() - began)
+        return freed
 
     async def close(self) -> None:
         if self._store is not None:
             self._store.closing.set()
         if self._commits is not None:
             await self._commits.close()
+        self._copying.shutdown(wait=False)
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

@@ -140,8 +140,10 @@ class PackStore:
         if self.mirror is None:
             return
         self._left.update(names)
+        if not self._left:
+            return
         try:
-            self.mirror.remove(f"{PACKS}/{name}" for name in sorted(self._left))
+            self.mirror.remove_files([f"{PACKS}/{name}" for name in sorted(self._left)])
             self._left.clear()
         except OSError as error:
             log.warning("%d packs stay in the mirror for now: %s", len(self._left), error)

@@ -90,7 +90,6 @@ class Sweeper:
             yield from self._model(model_id)
         yield self._retired_samplers()
         yield self._old_usage()
-        yield from self._orphans()
 
     def _ended_sessions(self) -> Iterator[Swept]:
         column = t.sessions.c
@@ -278,9 +277,11 @@ class Sweeper:
         swept = Swept(len(rows), self._store.packs.remove(emptied), folders)
         return swept, rows[-1].reached, len(found)
 
-    def _orphans(self) -> Iterator[Swept]:
-        """Remove packs of failed writes and, once, those of an interrupted process."""
-        suspects = self._store.take_suspects()
+    def orphans(self, suspects: Sequence[str]) -> Iterator[Swept]:
+        """Remove packs of failed writes and of an interrupted process, in steps.
+
+        They may be listed beside writes: each step looks for their rows first.
+        """
         for first in range(0, len(suspects), LARGEST):
             some = suspects[first : first + LARGEST]
             # Under the lock of the epoch: packs that a later service writes are not among them.

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.files import PARTIAL, fsync
 
+LAST = "\U0010ffff"  # sorts after all characters of names
 WHOLE = "WHOLE"  # a file with the name of the complete part of a folder; written last
 
 
@@ -80,12 +82,6 @@ class Mirror:
                 str(file), f"{folder}/{part}/{file.name}" if part else f"{folder}/{file.name}"
             )
 
-    def has(self, folder: Path) -> bool:
-        """Return whether the mirror has a complete copy of the folder."""
-        target = self._at(folder)
-        with said(target) as files:
-            return self._part(files, target) is not None
-
     def remove(self, folder: Path) -> None:
         """Remove the copy of a folder."""
         target = self._at(folder)
@@ -95,12 +91,14 @@ class Mirror:
             if files.exists(target):
                 files.rm(target, recursive=True)
 
-    def pull(self, alone: str, wanted: Callable[[str], bool]) -> int:
+    def pull(self, alone: str, wanted: Callable[[str], bool]) -> tuple[int, set[Path]]:
         """Fetch complete folders and files named `alone` that are missing here.
 
-        Only those below a folder whose name is `wanted`. Returns the number of folders.
+        Only those below a folder whose name is `wanted`. Returns the number of folders that were
+        fetched, and all that the mirror has whole. It asks the storage once, and for each that is
+        fetched.
         """
-        fetched = 0
+        fetched, whole = 0, set[Path]()
         with said(self._url) as files:
             base = _path(self._url)
             there = sorted(files.find(base)) if files.exists(base) else []
@@ -111,13 +109,17 @@ class Mirror:
                     continue
                 if own.name == alone and not own.exists():
                     _fetch(files, name, own)
-                elif own.name == WHOLE and not (own.parent / self._marker).exists():
+                elif own.name == WHOLE:
+                    whole.add(own.parent)
+                    if (own.parent / self._marker).exists():
+                        continue
                     part = f"{name.removesuffix(WHOLE)}{files.cat_file(name).decode()}/"
-                    inside = [n for n in there if n.startswith(part)]
+                    first, end = (bisect_left(there, f"{part}{z}") for z in ("", LAST))
+                    inside = there[first:end]
                     for each in sorted(inside, key=lambda n: n.endswith(f"/{self._marker}")):
                         _fetch(files, each, own.parent / each.removeprefix(part))
                     fetched += 1
-        return fetched
+        return fetched, whole
 
     def _part(self, files: fsspec.AbstractFileSystem, target: str) -> str | None:
         return (

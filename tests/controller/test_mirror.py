@@ -5,9 +5,11 @@ No save is answered before the mirror has it.
 
 import asyncio
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from skyrl_actors.config.environments import DatasetConfig
@@ -48,6 +50,22 @@ def folder_of(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> P
     (folder / "model.safetensors").write_bytes(weights)
     (folder / SPEC_FILE).write_text(json.dumps(asdict(SPEC)))
     return folder
+
+
+def test_a_start_does_not_ask_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here = CheckpointFolders(tmp_path / "a", mirror_url=(tmp_path / "there").as_uri())
+    for number in range(20):
+        saved(here, TinkerPath("s1:train:0", "weights", f"n{number}"), b"w")
+    asked = list[str]()
+    said = mirror.said
+
+    def counted(url: str) -> AbstractContextManager[AbstractFileSystem]:
+        asked.append(url)
+        return said(url)
+
+    monkeypatch.setattr(mirror, "said", counted)
+    assert here.align() == 0
+    assert len(asked) == 1
 
 
 def test_another_machine_fetches_all_answered_checkpoints(tmp_path: Path, url: str):

@@ -1,5 +1,6 @@
 """Ids of models and samplers are used once, because versions and files are named after them."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
+from skyrl_actors.journal.entries import Entry, SamplerRetired
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import Conflict
+from skyrl_actors.messages.errors import Conflict, Unavailable
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from tests.controller.test_controller import done, model_in
 from tests.fakes import FakeBackend
@@ -57,4 +59,31 @@ async def test_a_sampler_is_not_replaced_by_a_later_save(tmp_path: Path):
     assert isinstance(refused, rs.Failure) and "exists" in refused.message
     assert controller.tenants.sampler(sampler_id).weights.version == first.version
     assert isinstance(await saved(controller, model_id, f"{session}:sample:1", 3), rs.SamplerSaved)
+    await controller.close()
+
+
+async def test_a_shared_sampler_that_opens_again_is_not_retired_by_an_old_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    controller = await started(tmp_path)
+    journal, samplers = controller.journal, controller._named_samplers
+    first = await samplers.open(None, None, "tiny", None)
+    write, failed = journal.write, asyncio.Event()
+
+    async def fails_once(*entries: Entry) -> None:
+        if isinstance(entries[0], SamplerRetired) and not failed.is_set():
+            failed.set()
+            raise Unavailable("no space")
+        await write(*entries)
+
+    monkeypatch.setattr(journal, "write", fails_once)
+    retired = asyncio.create_task(controller._samples.retire([first]))
+    await failed.wait()
+    again = await samplers.open(None, None, "tiny", None)
+    assert again.sampler_id == first.sampler_id and again is not first
+    await retired
+    assert controller.tenants.sampler(again.sampler_id) is again
+    await controller.abandon()
+    controller = await started(tmp_path)
+    assert controller.tenants.sampler(again.sampler_id)
     await controller.close()

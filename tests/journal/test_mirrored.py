@@ -1,9 +1,13 @@
 """A journal whose files are also in remote storage outlives its folder. The S3 server is real."""
 
 import asyncio
+import os
 import shutil
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 import sqlalchemy as sa
@@ -13,12 +17,13 @@ from skyrl_actors.commands.restore import check, restore
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal import opening
-from skyrl_actors.journal.entries import JournalState, Operation
+from skyrl_actors.journal.entries import JournalState, Operation, SessionOpened
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, Corrupt, Unavailable
 from skyrl_actors.messages.requests import CreateModel
 from skyrl_actors.storage.objects import Objects
 from tests.journal.test_journal import SPEC, accepted, answered
+from tests.journal.test_sweeping import done, sample
 
 MODEL = "s:train:0"
 CREATION = CreateModel(spec=SPEC, session_id="s")
@@ -237,7 +242,7 @@ async def test_an_outage_of_the_mirror_is_no_damage_and_what_it_keeps_is_removed
         raise OSError("no network")
 
     with monkeypatch.context() as broken:
-        for name in ("get", "get_folder", "remove"):
+        for name in ("get", "get_folder", "remove_files"):
             broken.setattr(Objects, name, fails)
         with pytest.raises(Unavailable, match="no network"):
             await journal.verified_snapshot(snapshot)
@@ -262,3 +267,75 @@ async def test_snapshots_of_two_controllers_at_one_number_are_apart(mirrored: Jo
     await journal.drop_staging(first)
     assert (await journal.verified_snapshot(kept) / "rank0.bin").read_text() == second.name
     await journal.close()
+
+
+class SlowObjects(Objects):
+    """Counts its calls, and waits in each that lists or removes."""
+
+    calls = 0
+
+    def remove_files(self, names: Iterable[str]) -> None:
+        self._wait()
+        super().remove_files(names)
+
+    def names(self, folder: str) -> list[str]:
+        self._wait()
+        return super().names(folder)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._wait()
+            super().remove([name])
+
+    def _wait(self) -> None:
+        self.calls += 1
+        time.sleep(0.05)
+
+
+async def test_a_sweep_asks_the_mirror_a_few_times(mirrored: JournalConfig):
+    config = mirrored.model_copy(update={"retention_s": 0.001})
+    journal, _ = await opened(config)
+    await journal.write(SessionOpened("s", {}, time.time()))
+    for number in range(1, 41):
+        await journal.write(*done(number, sample(number), time.time() - 100))
+    assert config.mirror is not None
+    slow = SlowObjects(config.mirror)
+    journal._packs.mirror = slow
+    packs = len(slow.names("packs"))
+    assert packs >= 40
+    slow.calls = 0
+    await journal.sweep()
+    assert not slow.names("packs") and not list((journal.folder / "packs").iterdir())
+    assert slow.calls < 8
+    await journal.close()
+
+
+async def test_packs_that_are_gone_are_no_error(mirrored: JournalConfig):
+    assert mirrored.mirror is not None
+    objects = Objects(mirrored.mirror)
+    for name in ("a", "c"):
+        objects.put(f"packs/{name}", b"x")
+    objects.remove_files([f"packs/{name}" for name in "abc"])
+    assert objects.names("packs") == []
+    objects.remove_files(["packs/a"])
+
+
+async def test_slow_uploads_of_snapshots_do_not_delay_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    journal, _ = await opened(JournalConfig(folder=tmp_path / "journal"))
+    may_end = threading.Event()
+    monkeypatch.setattr(journal._folders, "seal", lambda *_: may_end.wait(30))
+    monkeypatch.setattr(journal, "write", AsyncMock())
+    threads = min(32, (os.cpu_count() or 1) + 4)  # of the loop's own pool
+    seals = [
+        asyncio.create_task(journal.seal_snapshot(tmp_path / str(n), MODEL, n, 0))
+        for n in range(threads)
+    ]
+    try:
+        await asyncio.sleep(0.1)
+        assert await asyncio.wait_for(journal.find("r1"), 5) is None
+    finally:
+        may_end.set()
+        await asyncio.gather(*seals)
+        await journal.close()
