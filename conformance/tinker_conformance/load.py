@@ -35,9 +35,7 @@ def added_latency(server: Server) -> str:
     for _ in range(3):
         server.got(call())
     # In turns, so that other load of the machine is in both.
-    turns = [
-        (_seconds(lambda: server.got(call())), _seconds(server.ask_health)) for _ in range(15)
-    ]
+    turns = [(_seconds(lambda: server.got(call())), _seconds(server.ask_health)) for _ in range(15)]
     alone, trip = (median(seconds) for seconds in zip(*turns, strict=True))
     together = median(
         _seconds(lambda: [server.got(one) for one in [call() for _ in range(16)]]) / 16

@@ -33,6 +33,7 @@ ADVANTAGES = DRAWN.normal(size=(ROWS, ROW_TOKENS)).round(3)
 SHIFTS = DRAWN.uniform(-0.5, 0.5, (ROWS, ROW_TOKENS)).round(3)  # of p from the sampling logprobs
 FIRST_RATE = 2e-5
 SIZES = (30.0, 8.0, 2.0, 0.5)  # of steps along one line
+SEEDS = 0.01  # by which adapters of two seeds differ at least, of their effect
 
 
 @check(
@@ -339,10 +340,14 @@ def clipping(server: Server) -> None:
 def seed_decides(server: Server) -> None:
     whole = _whole(server)
     expect(not server.drops_seeds, "two adapters of one seed differ")
-    server.same(_whole(server), whole, "two adapters of one seed differ")
+    again = _whole(server)
+    server.same(again, whole, "two adapters of one seed differ")
     other = server.moved(lambda m: server.train(m, rows(0)), server.alpha, seed=2)
-    far = float(np.linalg.norm(other - whole) / np.linalg.norm(whole))
-    expect(far > 3 * server.tolerance, "adapters of two seeds are equal: the seed is dropped")
+    # Two random adapters can be as near as a tolerance for bfloat16, but not as one to itself.
+    noise, far = (
+        float(np.linalg.norm(found - whole) / np.linalg.norm(whole)) for found in (again, other)
+    )
+    expect(far > 3 * noise + SEEDS, "adapters of two seeds are equal: the seed is dropped")
 
 
 @check(

@@ -1,5 +1,6 @@
 """`restore` and `check`: put a backup in place, and read a backup or a service's state again."""
 
+import json
 import shutil
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +17,12 @@ from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.controller.checkpoints import RUN_FILE, CheckpointFolders
+from skyrl_actors.controller.notes import UNREADABLE
 from skyrl_actors.journal import copying, opening
 from skyrl_actors.journal.mirrored import mirror_of
+from skyrl_actors.messages.catalog import RunEntry
 from skyrl_actors.messages.errors import ConfigError, SkyrlActorsError
-from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.messages.paths import TinkerPath, parse_path
 from skyrl_actors.storage.copies import (
     CHECKPOINTS,
     JOURNAL,
@@ -212,21 +215,40 @@ def _of_checkpoints(checkpoints: Path) -> list[str]:
     folders = CheckpointFolders(checkpoints)
     readable = {run.run_id.replace(":", "_"): run for run in folders.runs()}
     for file in sorted(folders.root.glob(f"*/{RUN_FILE}")):
-        run = readable.get(file.parent.name)
+        run = readable.get(file.parent.name) or _run_again(folders, file)
         if run is None:
-            found.append(f"{file} is damaged, so the checkpoints of this run were not checked")
+            if file.exists():
+                found.append(f"{file} is damaged, so the checkpoints of this run were not checked")
             continue
         for checkpoint in run.checkpoints:
             found += _of_checkpoint(folders, checkpoint.path)
     return found
 
 
+def _run_again(folders: CheckpointFolders, file: Path) -> RunEntry | None:
+    """Read a run that began after the listing, beside a service."""
+    try:
+        return folders.run(json.loads(file.read_text())["run_id"])
+    except (*UNREADABLE, SkyrlActorsError):
+        return None
+
+
 def _of_checkpoint(folders: CheckpointFolders, path: str) -> Iterator[str]:
+    """Return the faults of a checkpoint. A service may delete it, or write it again, meanwhile."""
     where = parse_path(path)
+    faults = _faults_in(folders, where)
+    if faults and folders.folder(where).exists():
+        faults = _faults_in(folders, where)
+        if folders.folder(where).exists():
+            yield from faults
+
+
+def _faults_in(folders: CheckpointFolders, where: TinkerPath) -> list[str]:
     try:
         folders.spec(where)
         for file in folders.existing(where).glob("*.safetensors"):
             with safe_open(file, "numpy"):  # reads the header, and compares it with the size
                 pass
     except (SkyrlActorsError, SafetensorError, OSError) as error:
-        yield f"checkpoint {path}: {error}"
+        return [f"checkpoint {where}: {error}"]
+    return []

@@ -9,7 +9,7 @@ from skyrl_actors.controller.quotas import Reserved
 from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import Request, Sample, Unload
-from skyrl_actors.messages.results import Failure
+from skyrl_actors.messages.results import CANCELLED_KIND, Failure
 from skyrl_actors.messages.usage import HOUR_S, Usage
 
 
@@ -62,15 +62,19 @@ class Metering:
     def used(self, op: Op, outcome: Outcome) -> Usage:
         """Return what a request used that is being answered.
 
-        A failed one has used no tokens, except a sample that began: its prompt, and what its client
-        has read of it.
+        A failed one has used no tokens, except a sample that was cancelled after it began, or of
+        which its client has read something: its prompt, and what was read.
         """
         result, request = outcome.result, op.request
         is_failed = isinstance(result, Failure)
         counted: Mapping[str, int] = {}
         if request is not None and not is_failed:
             counted = verb_of(request).usage(request, result)
-        elif isinstance(request, Sample) and op.begun is not None:
+        elif (
+            isinstance(request, Sample)
+            and op.begun is not None
+            and (op.streamed or (isinstance(result, Failure) and result.kind == CANCELLED_KIND))
+        ):
             counted = {"prompt_tokens": len(request.prompt), "sampled_tokens": op.streamed}
         now = int(self._wall())
         return Usage(

@@ -135,7 +135,8 @@ class ModelCapacity:
     async def take(self, number: int, request_id: str, request: CreateModel) -> None:
         """Wait until there is capacity for the model.
 
-        Raises CapacityError after `restart.start_timeout_s`, InvalidRequest when its session ended.
+        Raises CapacityError after `restart.start_timeout_s`, in which pauses of the service do not
+        count, and InvalidRequest when its session ended.
         """
         spec, session_id = request.spec, request.session_id
         if spec.model_id in self._held:
@@ -156,7 +157,7 @@ class ModelCapacity:
         if not wanted.granted.done():
             self._watch()
         try:
-            async with asyncio.timeout(wait_s):
+            async with self._admin.mode.timeout(wait_s):
                 await wanted.granted
         except TimeoutError:
             raise CapacityError(

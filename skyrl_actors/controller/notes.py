@@ -46,9 +46,9 @@ def report(what: str, error: str) -> None:
     log.error("%s cannot be read and is left out: %s", what, error)
 
 
-def sweep_abandoned(folder: Path) -> None:
-    """Remove old partial files of interrupted writes from a folder."""
-    for left in folder.glob(f".*{PARTIAL}"):
+def sweep_abandoned(folder: Path, suffix: str = PARTIAL) -> None:
+    """Remove old files and folders that interrupted writes left in a folder."""
+    for left in folder.glob(f".*{suffix}"):
         try:
             if time.time() - left.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -30,7 +30,7 @@ class Recall:
     def begin(self, next_number: int, is_live: Callable[[str], bool]) -> None:
         """Set the first number of this controller; lower numbers are from earlier ones.
 
-        Only streams that are live are forgotten by whoever ends them.
+        What ends a live stream makes the tables forget it.
         """
         self._before, self._is_live = next_number, is_live
 

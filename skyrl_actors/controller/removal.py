@@ -12,6 +12,7 @@ from skyrl_actors.controller.checkpoint_metadata import CheckpointMetadata
 from skyrl_actors.controller.notes import read_json, sweep_abandoned
 from skyrl_actors.controller.run_folders import RUN_FILE, RunFolders, checkpoints_in
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS
+from skyrl_actors.storage.files import PARTIAL, REPLACED
 from skyrl_actors.storage.mirror import Mirror
 
 DELETED = ".deleted"
@@ -38,7 +39,8 @@ class Removal:
             for left in run.glob(f"*/.*{DELETED}"):  # left by a service that died during a deletion
                 shutil.rmtree(left, ignore_errors=True)
             for place in (run, *(run / kind for kind in CHECKPOINT_KINDS)):
-                sweep_abandoned(place)
+                sweep_abandoned(place, PARTIAL)
+                sweep_abandoned(place, REPLACED)
             run_id = (read_json(run / RUN_FILE) or {}).get("run_id", run.name)
             found += [
                 (run_id, folder)

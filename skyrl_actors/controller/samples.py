@@ -27,7 +27,7 @@ from skyrl_actors.messages.errors import (
     WeightsGone,
 )
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.results import Failure, Result, SampleOutput
+from skyrl_actors.messages.results import CANCELLED_KIND, Failure, Result, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.log import named
@@ -73,7 +73,7 @@ class Samples:
 
     def cancel(self, request_id: str, why: str) -> bool:
         """Let a sample fail that is not answered yet. Return whether there was such a sample."""
-        return self._fail(request_id, Failure(why, "user", "Cancelled"))
+        return self._fail(request_id, Failure(why, "user", CANCELLED_KIND))
 
     def _fail(self, request_id: str, failure: Failure) -> bool:
         task = self._sampling.get(request_id)

@@ -1,7 +1,7 @@
 """Records of sessions that outlive them: one small file each, beside the checkpoints."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from skyrl_actors import clock
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.owner_index import OwnerIndex
-from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.controller.tenants import Sampler, TenantTable
 from skyrl_actors.messages.catalog import RunEntry, SessionEntry, SessionNote
 from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.paths import checked_id, owner_of
@@ -86,7 +86,8 @@ class SessionCatalog:
         notes = [
             note for note in found.values() if owner is None or owner_of(note.session_id) == owner
         ]
-        entries = [self._entry(note, runs.get(note.session_id, [])) for note in notes]
+        samplers = self._tenants.samplers_by_session()
+        entries = [self._entry(note, runs.get(note.session_id, []), samplers) for note in notes]
         return sorted(
             entries, key=lambda entry: (entry.note.created_at, entry.note.session_id), reverse=True
         )
@@ -96,16 +97,20 @@ class SessionCatalog:
         folder = self._folders.root / FOLDER
         return [folder / name for name in names if name.startswith("s") and name.endswith(".json")]
 
-    def _entry(self, note: SessionNote, runs: list[RunEntry]) -> SessionEntry:
+    def _entry(
+        self,
+        note: SessionNote,
+        runs: list[RunEntry],
+        samplers: Mapping[str | None, Sequence[Sampler]],
+    ) -> SessionEntry:
         checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
         status = "active" if note.session_id in self._tenants.sessions else note.finished
         size = sum(checkpoint.num_bytes for checkpoint in checkpoints)
-        samplers = tuple(s.sampler_id for s in self._tenants.samplers_of(note.session_id))
         return SessionEntry(
             note=note,
             status=status,
             run_ids=tuple(run.run_id for run in runs),
-            sampler_ids=samplers,
+            sampler_ids=tuple(s.sampler_id for s in samplers.get(note.session_id, ())),
             num_checkpoints=len(checkpoints),
             num_bytes=size,
         )
@@ -129,6 +134,7 @@ class SessionCatalog:
                 user_metadata=known.user_metadata if known else {},
             ),
             runs,
+            self._tenants.samplers_by_session(),
         )
 
     def sweep(self, older_than_s: float) -> None:

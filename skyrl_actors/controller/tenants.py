@@ -230,7 +230,14 @@ class TenantTable:
         return [model for model in self.models.values() if model.session_id == session_id]
 
     def samplers_of(self, session_id: str) -> list[Sampler]:
-        return [sampler for sampler in self.samplers.values() if sampler.session_id == session_id]
+        return self.samplers_by_session().get(session_id, [])
+
+    def samplers_by_session(self) -> dict[str | None, list[Sampler]]:
+        """Return the open samplers of each session. Other threads may call this."""
+        found: dict[str | None, list[Sampler]] = {}
+        for sampler in list(self.samplers.values()):
+            found.setdefault(sampler.session_id, []).append(sampler)
+        return found
 
     def silent_sessions(self, now: float, timeout_s: float) -> list[str]:
         """Return sessions without a sign of life for `timeout_s`, the longest silent first.

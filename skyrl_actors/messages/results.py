@@ -142,6 +142,9 @@ class PartialSample:
     logprobs: tuple[float, ...] = ()
 
 
+CANCELLED_KIND = "Cancelled"  # the kind of a failure that a client or an operator asked for
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A request that failed. `kind` is the class of the error."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from skyrl_actors.messages.errors import ConfigError
 
 PARTIAL = ".partial"
+REPLACED = ".old"  # of a folder that another one has replaced
 
 
 def fsync(path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import CheckpointForm, LoraSpec
-from skyrl_actors.storage.files import fsync
+from skyrl_actors.storage.files import REPLACED, fsync
 from skyrl_actors.workers.adapter_terms import UNEMBED, chosen
 from skyrl_actors.workers.base_files import BaseTensors, copy_model_files
 from skyrl_actors.workers.frozen_weights import frozen_in, frozen_weights
@@ -90,7 +90,7 @@ def save(
             (staging / name).write_text(text)
         for file in staging.iterdir():
             fsync(file)
-        _replace(staging, folder)
+        replace_folder(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -354,12 +354,14 @@ def _peft_config(lora: LoraSpec, names: Iterable[str], base_folder: Path) -> dic
     }
 
 
-def _replace(staging: Path, folder: Path) -> None:
+def replace_folder(staging: Path, folder: Path) -> None:
+    """Rename `staging` to `folder`, and remove the folder that was there."""
     if folder.exists():
-        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+        old = folder.with_name(f".{folder.name}.{os.getpid()}{REPLACED}")
+        shutil.rmtree(old, ignore_errors=True)  # of a killed process with the same number
         os.rename(folder, old)
         os.rename(staging, folder)
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # a sweep removes what is left
     else:
         os.rename(staging, folder)
     fsync(folder.parent)

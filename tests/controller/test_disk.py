@@ -23,7 +23,7 @@ from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.disk import MOST_LISTINGS, THREADS, Disk, whose
 from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.session_catalog import SessionCatalog
-from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.controller.tenants import Sampler, TenantSession, TenantTable
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
@@ -32,6 +32,7 @@ from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNot
 from skyrl_actors.messages.errors import CapacityError
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
+from skyrl_actors.messages.weights import SamplerWeights
 from tests.fakes import FakeBackend
 
 ANN, BOB = "aaaaaaaaaa", "bbbbbbbbbb"
@@ -366,3 +367,38 @@ def test_a_listing_belongs_to_its_owner_or_to_the_owner_of_its_id():
     assert [whose("sessions", asked) for asked in (None, mark)] == ["", mark]
     assert whose("runs", mark, True) == mark and whose("runs") == ""
     assert [whose("run", asked) for asked in (f"s1k{mark}:train:0", "s1:train:0")] == [mark, ""]
+
+
+def test_a_listing_of_sessions_survives_samplers_that_open_meanwhile(tmp_path: Path):
+    tenants, read = TenantTable(), list[str]()
+
+    class Session(str):
+        """An id whose comparison opens a sampler, as an event loop does beside this thread."""
+
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            read.append(self)
+            put(f"new{len(read)}", "s9")
+            return str.__eq__(self, other)
+
+    def put(sampler_id: str, session_id: str) -> None:
+        weights = SamplerWeights(version="base", base_model="tiny")
+        tenants.put_sampler(
+            Sampler(
+                sampler_id=sampler_id,
+                base_model="tiny",
+                model_path=None,
+                weights=weights,
+                session_id=session_id,
+            )
+        )
+
+    for number in range(3):
+        session_id = f"s{number}"
+        tenants.sessions[session_id] = TenantSession(session_id, 0.0, {})
+        for copy in range(2):
+            put(f"{session_id}:sample:{copy}", Session(session_id))
+    found = SessionCatalog(tenants, CheckpointFolders(tmp_path)).sessions()
+    assert {len(entry.sampler_ids) for entry in found} == {2} and read
+    assert len(read) < 20  # each sampler is looked at once

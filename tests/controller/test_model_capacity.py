@@ -18,6 +18,7 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.controller import model_capacity
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.service_mode import ServiceMode
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
@@ -230,6 +231,30 @@ async def test_a_create_without_capacity_fails_after_a_bounded_time(make: Make):
     assert ("delete_model", "s1:train:0") not in backend.calls  # it was never created
     await controller.finish_session("s0")
     await done(controller, await asked(controller, "s1", 1))
+
+
+async def test_a_pause_is_no_time_in_which_a_create_had_no_room(make: Make):
+    controller = await make(Backend(1), restart=RestartConfig(start_timeout_s=0.3))
+    await done(controller, await asked(controller, "s0"))
+    waiting = await asked(controller, "s1")
+    await asyncio.sleep(0.05)
+    await controller.operators.set_mode("paused", "ann")
+    await asyncio.sleep(0.5)
+    assert await controller.answers.whole(waiting, 0) is None
+    await controller.operators.set_mode("running", "ann")
+    await asyncio.sleep(0.1)
+    await controller.finish_session("s0")
+    assert not isinstance(await done(controller, waiting), rs.Failure)
+
+
+async def test_the_time_goes_on_after_a_pause():
+    mode = ServiceMode()
+    mode.set("paused")
+    with pytest.raises(TimeoutError):
+        async with mode.timeout(0.05):
+            await asyncio.sleep(0.2)
+            mode.set("running")
+            await asyncio.sleep(5)
 
 
 async def test_the_next_controller_resumes_a_waiting_create(make: Make):

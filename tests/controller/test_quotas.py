@@ -493,3 +493,23 @@ async def test_a_cancelled_sample_has_used_its_prompt_and_what_was_read(
     (found,) = await controller.admin.usage.usage(0, clock.now + 1, ANN)
     assert (found.failed, found.prompt_tokens, found.sampled_tokens) == (1, 3, 6)
     await controller.close()
+
+
+async def test_a_sample_that_failed_has_used_no_tokens(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    session = await session_of(controller, ANN)
+    sampler = await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
+
+    async def fails(*_: object) -> rs.SampleOutput:
+        raise NotFound("no checkpoint")
+
+    backend: Any = controller.backend
+    backend.sample = fails
+    params = rq.SamplingParams(max_tokens=50, seed=1)
+    request = rq.Sample(sampler_id=sampler.sampler_id, prompt=(1, 2, 3), params=params, seq_id=0)
+    name = await controller.submit(request, f"r1k{ANN}")
+    assert isinstance(await controller.answers.whole(name, 5), rs.Failure)
+    (found,) = await controller.admin.usage.usage(0, clock.now + 1, ANN)
+    assert (found.failed, found.prompt_tokens, found.sampled_tokens) == (1, 0, 0)
+    await controller.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.housekeeping import sweep_checkpoints
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
+from skyrl_actors.workers.checkpoint import replace_folder
 
 SPEC = ModelSpec(model_id="s:train:0", base_model="tiny", lora=LoraSpec(rank=4))
 PATH = TinkerPath(SPEC.model_id, "weights", "latest")
@@ -113,3 +115,24 @@ async def test_a_checkpoint_stays_while_its_mirror_cannot_be_reached(
     assert saved.folders.folder(PATH).exists()
     assert await sweep_checkpoints(saved.folders, saved.disk) == 1
     assert not saved.folders.folder(PATH).exists() and not [*saved.mirror.rglob("model.bin")]
+
+
+async def test_what_killed_ranks_replaced_is_removed_and_in_nobodys_way(tmp_path: Path):
+    saved = Saved(tmp_path)
+    await saved.save("1")
+    folder = saved.folders.existing(PATH)
+    left = folder.with_name(f".{folder.name}.77.old")
+    own = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    for old in (left, own):
+        old.mkdir()
+        (old / "model.bin").write_text("old")
+    staging = folder.with_name(f".{folder.name}.new.partial")
+    staging.mkdir()
+    (staging / "model.bin").write_text("new")
+    replace_folder(staging, folder)
+    assert (folder / "model.bin").read_text() == "new" and not own.exists()
+    await sweep_checkpoints(saved.folders, saved.disk)
+    assert left.exists()  # its rank may be removing it
+    os.utime(left, (1, 1))
+    await sweep_checkpoints(saved.folders, saved.disk)
+    assert not left.exists() and folder.exists()

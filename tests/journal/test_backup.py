@@ -20,15 +20,18 @@ from skyrl_actors.commands.restore import check, restore
 from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.config.keys import digest_of, owner_of_name
+from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal import copying, opening
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.catalog import RunEntry
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.keys import StoredKey
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.usage import Quota
 from skyrl_actors.storage.copies import MANIFEST, described, read_manifest, write_manifest
 from tests.fakes import FakeBackend
@@ -530,3 +533,25 @@ async def test_a_check_reads_files_for_longer_than_a_database_waits(
         assert list(copying.faults(engine, folder, lambda _: time.sleep(0.3))) == []
     finally:
         engine.dispose()
+
+
+def test_a_check_beside_a_service_reports_no_damage_that_is_not_there(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = overrides(stopped, tmp_path)
+    listed = CheckpointFolders.runs
+
+    def runs(folders: CheckpointFolders, *owner: str) -> list[RunEntry]:
+        """The service begins another run and deletes all checkpoints after the listing."""
+        found = listed(folders, *owner)
+        service = CheckpointFolders(tmp_path / "checkpoints")
+        spec = ModelSpec(model_id="other:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+        service.note_run(spec, "other", {})
+        paths = [checkpoint.path for run in found for checkpoint in run.checkpoints]
+        assert paths
+        for path in paths:
+            service.delete(parse_path(path))
+        return found
+
+    monkeypatch.setattr(CheckpointFolders, "runs", runs)
+    assert check(CONFIG, options)
