@@ -44,6 +44,7 @@ class NamedSamplers:
         self._shard = shard_number(context.config.name)
         self._journal = journal
         self._retire = retire
+        self._opening: set[str] = set()  # ids that are counted already
         self._last_joined = 0
 
     def join(self, sampler_id: str, now: float) -> int:
@@ -95,9 +96,12 @@ class NamedSamplers:
         self._context.admin.mode.check_accepts()
         if session_id is not None:
             self._tenants.session(session_id)
-            self._context.check_samplers(sampler_id, opening=self._tenants.opening)
-        with self._tenants.opens(sampler_id):
+            self._context.check_samplers(sampler_id, opening=self._opening)
+        self._opening.add(sampler_id)
+        try:
             return await self._written(sampler_id, session_id, base_model, path)
+        finally:
+            self._opening.discard(sampler_id)
 
     async def _written(
         self, sampler_id: str, session_id: str | None, base_model: str, path: str | None
@@ -113,18 +117,18 @@ class NamedSamplers:
             )
         if session_id is not None:
             self._tenants.session(session_id)  # raises if it ended since
-        await self._journal.write(
-            SamplerOpened(
-                sampler_id=sampler_id,
-                session_id=session_id,
-                base_model=base_model,
-                model_path=path,
-                weights=sampler.weights,
-            )
+        entry = SamplerOpened(
+            sampler_id=sampler_id,
+            session_id=session_id,
+            base_model=base_model,
+            model_path=path,
+            weights=sampler.weights,
         )
-        if (known := self._tenants.samplers.get(sampler_id)) is not None:
-            return known
-        self._tenants.put_sampler(sampler)
+        with self._tenants.writes(sampler_id):
+            await self._journal.write(entry)
+            if (known := self._tenants.samplers.get(sampler_id)) is not None:
+                return known
+            self._tenants.put_sampler(sampler)
         return sampler
 
     async def _pinned(

@@ -64,7 +64,7 @@ class TenantTable:
         self.sessions: dict[str, TenantSession] = {}
         self.models: dict[str, Model] = {}
         self._samplers: OrderedDict[str, Sampler] = OrderedDict()
-        self.opening: Counter[str] = Counter()  # samplers that are about to be in the journal
+        self._writing: Counter[str] = Counter()  # samplers whose opening the journal writes
         self.samplers: Mapping[str, Sampler] = MappingProxyType(self._samplers)
         self.lost: dict[str, str] = {}  # models that cannot be restored, and why
         self.silence = SilenceClock()
@@ -136,18 +136,18 @@ class TenantTable:
         )
 
     @contextmanager
-    def opens(self, sampler_id: str) -> Generator[None]:
-        """Count a sampler as one that is about to be open."""
-        self.opening[sampler_id] += 1
+    def writes(self, sampler_id: str) -> Generator[None]:
+        """Count a sampler as open while the journal writes its opening."""
+        self._writing[sampler_id] += 1
         try:
             yield
         finally:
-            self.opening[sampler_id] -= 1
-            self.opening += Counter()  # without zeros
+            self._writing[sampler_id] -= 1
+            self._writing += Counter()  # without zeros
 
     def is_opened(self, sampler_id: str) -> bool:
         """Return whether a sampler is open, or about to be: one that is shared opens again."""
-        return sampler_id in self.samplers or sampler_id in self.opening
+        return sampler_id in self.samplers or sampler_id in self._writing
 
     def had_sampler(self, sampler_id: str) -> bool:
         """Return whether a sampler is open, or was retired and its session is open."""

@@ -9,7 +9,7 @@ from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
-from skyrl_actors.journal.entries import Entry, SamplerRetired
+from skyrl_actors.journal.entries import Entry, SamplerOpened, SamplerRetired
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
@@ -83,6 +83,33 @@ async def test_a_shared_sampler_that_opens_again_is_not_retired_by_an_old_retry(
     assert again.sampler_id == first.sampler_id and again is not first
     await retired
     assert controller.tenants.sampler(again.sampler_id) is again
+    await controller.abandon()
+    controller = await started(tmp_path)
+    assert controller.tenants.sampler(again.sampler_id)
+    await controller.close()
+
+
+async def test_a_sampler_is_not_retired_while_its_opening_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    controller = await started(tmp_path)
+    journal, samplers = controller.journal, controller._named_samplers
+    first = await samplers.open(None, None, "tiny", None)
+    write, written, may_end = journal.write, asyncio.Event(), asyncio.Event()
+
+    async def slow(*entries: Entry) -> None:
+        await write(*entries)
+        if isinstance(entries[0], SamplerOpened):
+            written.set()
+            await may_end.wait()
+
+    controller.tenants.retire(first)
+    monkeypatch.setattr(journal, "write", slow)
+    opening = asyncio.create_task(samplers.open(None, None, "tiny", None))
+    await written.wait()
+    await controller._samples.retire([first])
+    may_end.set()
+    again = await opening
     await controller.abandon()
     controller = await started(tmp_path)
     assert controller.tenants.sampler(again.sampler_id)
