@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
 POLL_S = 1.0
 ACTIVE_S = 10.0
+YIELD_S = 1.0
 HANG_UP_S = 0.2
 OF_PROCESS = methods_of(ProcessCalls)
 
@@ -182,7 +183,8 @@ class ControllerActor:
     async def get_rpc_address(self, caller: str) -> Address | None:
         """Return the address at which a process on that machine calls the other methods.
 
-        None if this process is not active within `ACTIVE_S`; ask both processes again.
+        None if this process is not active within `ACTIVE_S`; ask both processes again. The caller
+        takes the first address, so a process that may have been replaced answers late.
         """
         if self._standby is not None:
             self._begin(wait=True)
@@ -191,6 +193,8 @@ class ControllerActor:
                     await self.controller.opened.wait()
             except TimeoutError:
                 return None
+            if self.controller.journal.is_silent:
+                await asyncio.sleep(YIELD_S)
         return await self._rpc.address_for(caller)
 
     async def stand_by(self) -> str:

@@ -155,6 +155,10 @@ class SqlJournal:
         return by_lock or (self._store.fenced if self._store is not None else None)
 
     @property
+    def is_silent(self) -> bool:
+        return self._database_lock is not None and self._database_lock.is_silent
+
+    @property
     def ended_silent(self) -> bool:
         return self._database_lock is not None and self._database_lock.ended_silent
 

@@ -100,6 +100,7 @@ class DatabaseLock:
         self._engine = opening.connect(url, name)
         self._connection: sa.Connection | None = None
         self._closing = threading.Event()
+        self._confirmed_at = math.inf
         self._beating = threading.Thread(target=self._beat, name="journal-lock", daemon=True)
 
     def take(self, wait_s: float) -> None:
@@ -112,7 +113,13 @@ class DatabaseLock:
                     "stop it first, or set another journal.url"
                 )
             self._closing.wait(LOOK_S)
+        self._confirmed_at = time.monotonic()
         self._beating.start()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server has not confirmed the lock for so long that another may have it."""
+        return time.monotonic() - self._confirmed_at > SILENCE_S
 
     def _tried(self, is_patient: bool) -> str | None:
         try:
@@ -161,6 +168,7 @@ class DatabaseLock:
             try:
                 if has_it and self._connection is not None:
                     self._connection.execute(BEAT)
+                    self._confirmed_at = time.monotonic()
                     continue
                 holder = self._try()
                 if holder is not None and self._own_sessions_ended():

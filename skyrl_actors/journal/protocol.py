@@ -47,6 +47,11 @@ class Journal(Protocol):
         ...
 
     @property
+    def is_silent(self) -> bool:
+        """Whether another process may have opened the journal: the database does not answer."""
+        ...
+
+    @property
     def ended_silent(self) -> bool:
         """Whether it was taken from a process that may live on: that one did not react."""
         ...

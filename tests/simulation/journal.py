@@ -132,6 +132,7 @@ class SimJournal:
         self.lost: str | None = None
         self.deposed: str | None = None
         self.ended_silent = False
+        self.is_silent = False
         self.dead = False
         self._turn = asyncio.Lock()
         self._epoch = 0
