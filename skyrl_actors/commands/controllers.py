@@ -47,7 +47,7 @@ def shard_names(service: str, at_least: int = 1) -> list[str]:
 def fetch_checkpoints(config: ClusterConfig) -> None:
     """Fetch the checkpoints of all shards from the mirror, before a shard uses those of others."""
     if config.shards.count > 1:
-        folders_of(config, time.time).fetch()
+        folders_of(config, time.time).alignment.fetch()
 
 
 async def share_settings(config: ClusterConfig) -> None:

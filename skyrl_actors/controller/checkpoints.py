@@ -16,6 +16,7 @@ from typing import Any
 from skyrl_actors import clock
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.shard_configs import keeper
+from skyrl_actors.controller.alignment import Alignment
 from skyrl_actors.controller.checkpoint_metadata import ABOUT_FILE, CheckpointMetadata
 from skyrl_actors.controller.notes import UNREADABLE, read_json, report, write_json
 from skyrl_actors.controller.published import Published
@@ -67,45 +68,13 @@ class CheckpointFolders:
         self._run_folders = RunFolders(self.root, keeps)
         self._published = Published(self.root, self.runs)
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
+        self.alignment = Alignment(self._run_folders, self._mirror, self._published.forget)
         self.removal = Removal(self._run_folders, self._metadata, self._mirror)
 
     @property
     def keeps(self) -> Callable[[str], bool]:
         """Whether this process cleans up what belongs to an id."""
         return self._run_folders.keeps
-
-    def align(self) -> int:
-        """Copy checkpoints that only the mirror or only this machine has to the other place.
-
-        Returns the number of checkpoints that were fetched.
-        """
-        if self._mirror is None:
-            return 0
-        fetched, whole = self._pulled(self._run_folders.keeps)
-        for run in self._run_folders.own():
-            for folder in checkpoints_in(run):
-                # Without notes it is not complete; it may still have to be encrypted.
-                if (folder / ABOUT_FILE).exists() and folder not in whole:
-                    self._mirrored(folder)
-        return fetched
-
-    def fetch(self) -> int:
-        """Copy what only the mirror has to this machine, while no controller runs."""
-        return self._pulled(keeps_all)[0]
-
-    def _pulled(self, wanted: Callable[[str], bool]) -> tuple[int, set[Path]]:
-        """Return how many were fetched, and the folders of all that the mirror has."""
-        fetched, whole = self._mirror.pull(RUN_FILE, wanted) if self._mirror else (0, set[Path]())
-        if fetched:
-            self._published.forget()
-        return fetched, whole
-
-    def _mirrored(self, folder: Path) -> None:
-        if self._mirror:
-            self._mirror.put(folder)
-            run = folder.parent.parent / RUN_FILE
-            if run.exists():
-                self._mirror.put_file(run)
 
     def folder(self, path: TinkerPath) -> Path:
         return self._run_folders.of(path.model_id) / path.kind / path.name
@@ -116,8 +85,13 @@ class CheckpointFolders:
         return mark.is_file() and mark.read_text() == request_id
 
     def new(self, path: TinkerPath, overwrite: bool, request_id: str) -> Path:
-        """Return the folder to save into. Raises Conflict when the name is taken."""
+        """Return the folder to save into. Raises Conflict when the name is taken.
+
+        Raises Unavailable when that is not known, as in `existing`.
+        """
         folder = self.folder(path)
+        if not folder.exists():
+            self.alignment.check_known()
         if (
             folder.exists()
             and not overwrite
@@ -143,9 +117,14 @@ class CheckpointFolders:
         return sum(file.stat().st_size for file in self.files_for_others(path))
 
     def existing(self, path: TinkerPath) -> Path:
-        """Return the folder of a checkpoint. Raises NotFound without one, or an expired one."""
+        """Return the folder of a checkpoint. Raises NotFound without one, or an expired one.
+
+        Raises Unavailable if it is not here and the mirror has not been asked yet.
+        """
         folder = self.folder(path)
         if not (folder / SPEC_FILE).is_file() or self._metadata.is_expired(folder):
+            if not folder.exists():
+                self.alignment.check_known()
             raise NotFound(f"no checkpoint {path}")
         return folder
 
@@ -187,7 +166,7 @@ class CheckpointFolders:
         self._metadata.write(
             folder, user_metadata=user_metadata, expires_at=self._metadata.end_of(ttl_seconds)
         )
-        self._mirrored(folder)
+        self.alignment.put(folder)
 
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
         self._change(self.existing(path), expires_at=self._metadata.end_of(ttl_seconds))
@@ -218,7 +197,7 @@ class CheckpointFolders:
         if not folder.exists() or self._metadata.read(folder).get("copied_from") != str(source):
             self._copy(source, target, folder, spec, ttl_seconds)
         self.note_run(spec, session_id, {})
-        self._mirrored(folder)
+        self.alignment.put(folder)
 
     def _copy(
         self,
@@ -228,6 +207,7 @@ class CheckpointFolders:
         spec: ModelSpec,
         ttl_seconds: int | None,
     ) -> None:
+        self.alignment.check_known()
         if (self._run_folders.of(target.model_id) / RUN_FILE).exists():
             raise Conflict(
                 f"training run {target.model_id} exists already; use another model_seq_id"
@@ -252,6 +232,8 @@ class CheckpointFolders:
 
     def is_public(self, path: TinkerPath) -> bool:
         folder = self.folder(path)
+        if not folder.exists():
+            self.alignment.check_known()
         published = bool(self._metadata.read(folder).get("public"))
         return published and not self._metadata.is_expired(folder)
 
@@ -312,6 +294,7 @@ class CheckpointFolders:
         """Return one training run. Raises NotFound for an unknown or damaged one."""
         folder = self._run_folders.of(model_id)
         if not (folder / RUN_FILE).is_file():
+            self.alignment.check_known()
             raise NotFound(f"no training run {model_id!r}")
         try:
             return self._run(folder)

@@ -15,7 +15,7 @@ from skyrl_actors import clock
 from skyrl_actors.backends.backend import Backend, ServedModels
 from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import bounds, housekeeping, overview, startup
+from skyrl_actors.controller import bounds, housekeeping, mirroring, overview, startup
 from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.answers import Answers
 from skyrl_actors.controller.audit_log import AuditLog
@@ -172,7 +172,7 @@ class Controller:
         self.epoch = journal_state.epoch
         self.opened.set()
         await self.admin.begin(journal_state)
-        await self._disk.write("whole checkpoints", self.folders.align)
+        await mirroring.begin(self.folders.alignment, self._disk)
         able = await self.backend.start(journal_state.epoch)
         self._meter.base_model = able.default.base_model
         self.completions.begin(journal_state.epoch)
@@ -189,6 +189,7 @@ class Controller:
         for task in (
             housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s),
             self._space.follow(self._disk),
+            mirroring.follow(self.folders.alignment, self._disk),
             self.admin.recent.follow(lambda: self.queue.num_open),
             self._named_samplers.free_unused(timeout_s),
             housekeeping.sweep(self._context, self._sessions, self.journal, self.sweep_s),
@@ -306,7 +307,7 @@ class Controller:
             "epoch": self.epoch,
             "mode": self.admin.mode.mode,
             "disk": self._space.status(),
-            "warning": self._space.warning(),
+            "warning": self._space.warning() or self.folders.alignment.away,
             **self._capacity.status(),
             "uptime_s": round(self.wall() - self.started_at, 1),
             **overview.of(self.tenants, self.queue, self._replayer, self.admin.keys.label),

@@ -111,6 +111,7 @@ class Disk:
         """Call a method of `folders` in the pool of its kind, under the run's lock if it writes."""
         work = getattr(folders, verb)
         if verb in LISTINGS:
+            folders.alignment.check_known()  # a script that finds nothing begins again
             return await self.listing(whose(verb, *arguments), work, *arguments)
         if verb not in CHANGES:
             return await self.run("few files", work, *arguments)

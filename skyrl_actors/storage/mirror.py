@@ -15,6 +15,7 @@ from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.files import PARTIAL, fsync
 
 LAST = "\U0010ffff"  # sorts after all characters of names
+REACHED = ".reached"
 WHOLE = "WHOLE"  # a file with the name of the complete part of a folder; written last
 
 
@@ -91,17 +92,42 @@ class Mirror:
             if files.exists(target):
                 files.rm(target, recursive=True)
 
-    def pull(self, alone: str, wanted: Callable[[str], bool]) -> tuple[int, set[Path]]:
+    def reach(self) -> None:
+        """Write a file, which proves that the storage is there and can be written."""
+        with said(self._url) as files:
+            make_folder(files, self._url)
+            files.pipe_file(f"{self._url}/{REACHED}", b"")
+
+    def whole(self, wanted: Callable[[str], bool]) -> set[Path]:
+        """Return the folders that the mirror has whole, below a folder whose name is `wanted`."""
+        with said(self._url) as files:
+            base = _path(self._url)
+            places = (PurePosixPath(name).relative_to(base) for name in _files(files, base))
+            return {
+                self._root / place.parent
+                for place in places
+                if place.name == WHOLE and wanted(place.parts[0])
+            }
+
+    def pull_file(self, file: Path) -> None:
+        """Fetch a file without a folder that is missing here, if the mirror has it."""
+        with said(self._at(file)) as files:
+            if not file.exists() and files.exists(self._at(file)):
+                _fetch(files, self._at(file), file)
+
+    def pull(
+        self, alone: str, wanted: Callable[[str], bool], below: str = ""
+    ) -> tuple[int, set[Path]]:
         """Fetch complete folders and files named `alone` that are missing here.
 
-        Only those below a folder whose name is `wanted`. Returns the number of folders that were
-        fetched, and all that the mirror has whole. It asks the storage once, and for each that is
-        fetched.
+        Only those below a folder whose name is `wanted`; `below` is its name if it is one alone.
+        Returns the number of folders that were fetched, and all that the mirror has whole. It asks
+        the storage once, and for each that is fetched.
         """
         fetched, whole = 0, set[Path]()
         with said(self._url) as files:
             base = _path(self._url)
-            there = sorted(files.find(base)) if files.exists(base) else []
+            there = sorted(_files(files, f"{base}/{below}".rstrip("/")))
             for name in there:
                 place = PurePosixPath(name).relative_to(base)
                 own = self._root / place
@@ -130,6 +156,10 @@ class Mirror:
 
     def _at(self, path: Path) -> str:
         return f"{self._url}/{path.relative_to(self._root).as_posix()}"
+
+
+def _files(files: fsspec.AbstractFileSystem, base: str) -> list[str]:
+    return files.find(base) if files.exists(base) else []
 
 
 def _fetch(files: fsspec.AbstractFileSystem, name: str, target: Path) -> None:

@@ -4,8 +4,11 @@ No save is answered before the mirror has it.
 """
 
 import asyncio
+import shutil
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,11 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from skyrl_actors.config.environments import DatasetConfig
+from skyrl_actors.controller import mirroring
 from skyrl_actors.controller.checkpoints import RUN_FILE, SPEC_FILE, CheckpointFolders
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.jobs.datasets import read
-from skyrl_actors.messages.errors import ConfigError, NotFound
+from skyrl_actors.messages.errors import ConfigError, Conflict, NotFound, Unavailable
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.storage import mirror
@@ -64,19 +69,19 @@ def test_a_start_does_not_ask_for_each_checkpoint(tmp_path: Path, monkeypatch: p
         return said(url)
 
     monkeypatch.setattr(mirror, "said", counted)
-    assert here.align() == 0
+    assert here.alignment.all() == 0
     assert len(asked) == 1
 
 
 def test_another_machine_fetches_all_answered_checkpoints(tmp_path: Path, url: str):
     here = CheckpointFolders(tmp_path / "a", mirror_url=url)
-    assert here.align() == 0
+    assert here.alignment.all() == 0
     saved(here, ONE, b"first")
     saved(here, TWO, b"second")
     saved(here, ONE, b"first, saved again")
     here.set_public(TWO, True)
     there = CheckpointFolders(tmp_path / "b", mirror_url=url)
-    assert there.align() == 2 and there.align() == 0
+    assert there.alignment.all() == 2 and there.alignment.all() == 0
     assert (there.existing(ONE) / "model.safetensors").read_bytes() == b"first, saved again"
     assert there.spec(TWO) == SPEC and there.is_public(TWO) and not there.is_public(ONE)
     (run,) = there.runs()
@@ -85,7 +90,7 @@ def test_another_machine_fetches_all_answered_checkpoints(tmp_path: Path, url: s
     ].user_metadata == {"who": "ann"}
     there.delete(ONE)
     third = CheckpointFolders(tmp_path / "c", mirror_url=url)
-    assert third.align() == 1
+    assert third.alignment.all() == 1
     with pytest.raises(NotFound):
         third.existing(ONE)
 
@@ -97,7 +102,7 @@ def test_a_partial_folder_on_the_mirror_is_not_fetched(tmp_path: Path, url: str)
     files.rm_file(f"{base}/s1_train_0/weights/one/{WHOLE}")
     there = CheckpointFolders(tmp_path / "b", mirror_url=url)
     assert (
-        there.align() == 0
+        there.alignment.all() == 0
         and (tmp_path / "b/s1_train_0" / RUN_FILE).exists()
         and not there.runs()[0].checkpoints
     )
@@ -106,16 +111,16 @@ def test_a_partial_folder_on_the_mirror_is_not_fetched(tmp_path: Path, url: str)
 def test_a_checkpoint_without_notes_is_not_copied_yet(tmp_path: Path, url: str):
     """A crash came between its files and their encryption; the repeated request completes it."""
     folder = folder_of(CheckpointFolders(tmp_path / "a"), ONE, b"plain")
-    assert CheckpointFolders(tmp_path / "a", mirror_url=url).align() == 0
-    assert CheckpointFolders(tmp_path / "b", mirror_url=url).align() == 0
+    assert CheckpointFolders(tmp_path / "a", mirror_url=url).alignment.all() == 0
+    assert CheckpointFolders(tmp_path / "b", mirror_url=url).alignment.all() == 0
     CheckpointFolders(tmp_path / "a", mirror_url=url).note(folder, {}, None)
-    assert CheckpointFolders(tmp_path / "b", mirror_url=url).align() == 1
+    assert CheckpointFolders(tmp_path / "b", mirror_url=url).alignment.all() == 1
 
 
 def test_checkpoints_from_before_the_mirror_are_copied_to_it(tmp_path: Path, url: str):
     saved(CheckpointFolders(tmp_path / "a"), ONE, b"first")
-    assert CheckpointFolders(tmp_path / "a", mirror_url=url).align() == 0
-    assert CheckpointFolders(tmp_path / "b", mirror_url=url).align() == 1
+    assert CheckpointFolders(tmp_path / "a", mirror_url=url).alignment.all() == 0
+    assert CheckpointFolders(tmp_path / "b", mirror_url=url).alignment.all() == 1
 
 
 def test_a_copy_is_answered_after_the_mirror_has_it(
@@ -134,7 +139,7 @@ def test_a_copy_is_answered_after_the_mirror_has_it(
     here.copy(ONE, target, "s2", None)
     there = CheckpointFolders(tmp_path / "b", mirror_url=(tmp_path / "there").as_uri())
     assert (
-        there.align() == 2
+        there.alignment.all() == 2
         and (there.existing(target) / "model.safetensors").read_bytes() == b"first"
     )
 
@@ -153,7 +158,8 @@ def test_an_interrupted_overwrite_keeps_the_old_checkpoint(
             saved(here, ONE, b"second")
     there = CheckpointFolders(tmp_path / "b", mirror_url=url)
     assert (
-        there.align() == 1 and (there.existing(ONE) / "model.safetensors").read_bytes() == b"first"
+        there.alignment.all() == 1
+        and (there.existing(ONE) / "model.safetensors").read_bytes() == b"first"
     )
 
 
@@ -216,3 +222,96 @@ def test_datasets_are_read_from_s3(tmp_path: Path, s3: str):
     with pytest.raises(ConfigError, match=r"s3://bucket/data/none\.jsonl"):
         read(DatasetConfig(path="s3://bucket/data/none.jsonl"), ["prompt"])
     assert mirror.is_url("s3://x") and not mirror.is_url("/x/y")
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why the storage of mirrors is away; it is there while the list is empty."""
+    reasons, said = list[str](), mirror.said
+
+    @contextmanager
+    def unreachable(url: str) -> Iterator[AbstractFileSystem]:
+        if reasons:
+            raise OSError(reasons[0])
+        with said(url) as files:
+            yield files
+
+    monkeypatch.setattr(mirror, "said", unreachable)
+    monkeypatch.setattr(mirroring, "RETRY_S", 0.05)
+    return reasons
+
+
+async def test_a_service_with_checkpoints_starts_while_the_mirror_is_away(
+    tmp_path: Path, away: list[str]
+):
+    three = TinkerPath("s2:train:0", "weights", "three")
+    config = config_for(tmp_path, checkpoint_mirror=(tmp_path / "there").as_uri())
+    here = CheckpointFolders(config.checkpoint_dir, mirror_url=config.checkpoint_mirror)
+    saved(here, ONE, b"first")
+    saved(here, TWO, b"second")
+    shutil.rmtree(here.folder(TWO))
+    plain = CheckpointFolders(config.checkpoint_dir)
+    plain.note_run(replace(SPEC, model_id=three.model_id), "s2", {})
+    shutil.copytree(here.folder(ONE), here.folder(three))
+    away.append("the storage is away")
+    async with edge(config) as http:
+
+        async def asked(path: TinkerPath) -> tuple[int, str]:
+            answer = await http.post("/weights_info", json={"tinker_path": str(path)})
+            return answer.status_code, answer.text
+
+        assert (await asked(ONE))[0] == 200
+        status, text = await asked(TWO)
+        assert status == 503 and "the storage is away" in text
+        assert (await http.get("/training_runs/s3:train:0")).status_code == 503
+        assert (await http.get("/training_runs")).status_code == 503
+        assert not list((tmp_path / "there").rglob("three"))
+        away.clear()
+        async with asyncio.timeout(20):
+            while (await asked(TWO))[0] != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert (await http.get("/training_runs/s3:train:0")).status_code == 404
+        assert len(list((tmp_path / "there").rglob("three/WHOLE"))) == 1
+
+
+async def test_a_machine_without_checkpoints_waits_for_the_mirror(tmp_path: Path, away: list[str]):
+    folders = CheckpointFolders(tmp_path / "a", mirror_url=(tmp_path / "there").as_uri())
+    away.append("the storage is away")
+    with pytest.raises(Unavailable, match="cannot be fetched: the storage is away"):
+        await mirroring.begin(folders.alignment, Disk())
+    away.clear()
+    await mirroring.begin(folders.alignment, Disk())
+    assert folders.alignment.away is None
+
+
+async def test_nothing_is_saved_under_a_name_that_the_mirror_may_have(
+    tmp_path: Path, away: list[str]
+):
+    folders = CheckpointFolders(tmp_path / "a", mirror_url=(tmp_path / "there").as_uri())
+    saved(folders, ONE, b"first")
+    saved(folders, TWO, b"second")
+    shutil.rmtree(folders.folder(TWO))
+    away.append("the storage is away")
+    disk = Disk()
+    await mirroring.begin(folders.alignment, disk)
+    for unknown in (
+        lambda: folders.to_save(TWO, True, "r1"),
+        lambda: folders.copy(ONE, TinkerPath("s2:train:0", "weights", "x"), "s2", None),
+        lambda: folders.is_public(TWO),
+        lambda: folders.delete(TWO),
+    ):
+        with pytest.raises(Unavailable):
+            unknown()
+    folders.to_save(ONE, True, "r1")
+    away.clear()
+    await mirroring.follow(folders.alignment, disk)
+    with pytest.raises(Conflict):
+        folders.to_save(TWO, False, "r1")
+    assert (folders.existing(TWO) / "model.safetensors").read_bytes() == b"second"
+
+
+async def test_a_mistyped_bucket_is_refused_at_start(tmp_path: Path, s3: str):
+    folders = CheckpointFolders(tmp_path / "a", mirror_url="s3://no-such-bucket/x")
+    saved(CheckpointFolders(tmp_path / "a"), ONE, b"first")
+    with pytest.raises(ConfigError, match=r"checkpoint_mirror cannot be written.*no-such-bucket"):
+        await mirroring.begin(folders.alignment, Disk())
