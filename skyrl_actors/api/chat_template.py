@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from skyrl_actors.messages.errors import InvalidRequest
 
+# A template can fail in any way on tools and messages that its author did not expect.
+RENDER_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 # Tags around the assistant's turns, for masks. They add no text.
 TURN_BEGINS = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
 TURN_ENDS = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")

@@ -253,7 +253,11 @@ class ControllerClient:
         while True:
             result = await self.retrieve(request_id, POLL_S)
             if isinstance(result, Ready):
-                result = await self.fetch(request_id, result)
+                try:
+                    result = await self.fetch(request_id, result)
+                except Unavailable:
+                    await asyncio.sleep(LONGEST_PAUSE_S)
+                    continue
             if isinstance(result, Failure):
                 raise (InvalidRequest if result.category == "user" else InternalError)(
                     result.message

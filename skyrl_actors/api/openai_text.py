@@ -6,15 +6,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
-from skyrl_actors.api.chat_template import check_kwargs, reads_tools, rendered
+from skyrl_actors.api.chat_template import RENDER_FAULTS, check_kwargs, reads_tools, rendered
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.narrowing import is_object
 
-# A template can fail in any way on tools and messages that its author did not expect.
-RENDER_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 INCOMPLETE = "\ufffd"  # what an incomplete character decodes to
 
 

@@ -387,7 +387,8 @@ STALE_CORRECTION = {"type": "truncated"}
 def with_preset(given: dict[str, Any]) -> dict[str, Any]:
     """Return the config with the parts of its algorithm as defaults.
 
-    A given part of another type replaces the whole part of the preset.
+    A given part of another type replaces the whole part of the preset. A KL penalty in another
+    place keeps only the preset's coefficient: each place has an estimator of its own.
     """
     merged = dict(given)
     for part, preset in PRESETS.get(str(given.get("type", "ppo")), {}).items():
@@ -396,6 +397,8 @@ def with_preset(given: dict[str, Any]) -> dict[str, Any]:
             own = cast("dict[str, Any]", own)
             other = "type" in own and own["type"] != preset.get("type", own["type"])
             off = part == "kl" and own.get("place") == "none"
+            if part == "kl" and own.get("place", preset["place"]) != preset["place"]:
+                preset = {key: value for key, value in preset.items() if key != "estimator"}
             merged[part] = own if other or off else {**preset, **own}
     if given.get("type") == "dapo" and isinstance(merged.get("overlong"), dict):
         longest = given.get("max_tokens", DAPO_TOKENS)

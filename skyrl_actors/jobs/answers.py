@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.jobs.patience import submitted
 from skyrl_actors.jobs.prompts import Prompt
 from skyrl_actors.jobs.rollout import Piece, Weights
 from skyrl_actors.messages.requests import Sample, SamplingParams
@@ -106,15 +107,13 @@ class AnswerSampler:
         answers: list[Answer],
     ) -> None:
         asked = weights()
-        output = await self._client.run(
-            Sample(
-                sampler_id=asked.sampler_id,
-                prompt=prompt.tokens,
-                params=params,
-                pictures=prompt.pictures,
-            ),
-            SampleOutput,
+        request = Sample(
+            sampler_id=asked.sampler_id,
+            prompt=prompt.tokens,
+            params=params,
+            pictures=prompt.pictures,
         )
+        output = await self._client.result(await submitted(self._client, request), SampleOutput)
         for answer, sequence in zip(answers, output.sequences, strict=True):
             answer.add(sequence, output.version, asked)
 

@@ -70,10 +70,13 @@ class Chat:
         """
         return self._encoded(self._template(messages, True), images_in(messages))
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[Prompt, NDArray[np.bool_]]:
+    def conversation(
+        self, messages: Sequence[Message], last_only: bool = False
+    ) -> tuple[Prompt, NDArray[np.bool_]]:
         """Return a whole chat of T tokens, and a mask [T] of the assistant's tokens.
 
-        The mask includes the end marks of the assistant's turns.
+        The mask includes the end marks of the assistant's turns. `last_only`: of its last turn,
+        which is the last one of the chat.
 
         Raises:
             ConfigError: The chat template changes earlier turns when a turn is added.
@@ -88,6 +91,8 @@ class Chat:
                 raise InvalidRequest(
                     "a message of the assistant has an image, and models write text only"
                 )
+            if last_only and i < len(messages) - 1:
+                continue
             until = messages[: i + 1]
             chat = self._encoded(self._template(until, False), images_in(until))
             whole, before = chat.tokens, self.prompt(messages[:i]).tokens

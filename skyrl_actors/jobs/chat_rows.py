@@ -31,13 +31,13 @@ def messages_of(
         raise ConfigError(f"{where}: {error}") from None
 
 
-def answer_of(value: Any, where: str) -> str:
-    """Return the answer in a cell: a string, or the last turn of a chat.
+def answer_of(value: Any, prompt: Sequence[Message], where: str) -> str:
+    """Return the answer to a prompt in a cell: a string, or the last turn of a chat.
 
-    Preference datasets often store whole chats.
+    Preference datasets often store whole chats, which repeat the prompt.
 
     Raises:
-        ConfigError: The cell is neither.
+        ConfigError: The cell is neither, or the chat has other turns than the prompt.
     """
     if isinstance(value, str):
         return value
@@ -46,6 +46,12 @@ def answer_of(value: Any, where: str) -> str:
     except ValueError:
         chat = ()
     if chat and chat[-1]["role"] == "assistant":
+        turns = [(turn["role"], text_of(turn)) for turn in chat[:-1]]
+        if turns and turns != [(turn["role"], text_of(turn)) for turn in prompt][-len(turns) :]:
+            raise ConfigError(
+                f"{where}: the chat has turns before its answer that the prompt does not have; "
+                "put all turns before the answer into the column of the prompt"
+            )
         return text_of(chat[-1])
     raise ConfigError(
         f"{where}: the answer is {str(value)[:80]!r}; "

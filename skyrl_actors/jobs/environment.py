@@ -124,10 +124,10 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
         try:
             outcome, set_it = function(*arguments), done.set_result
         except BaseException as error:  # noqa: BLE001 (the future passes it to the caller)
-            # SystemExit would end the caller's event loop.
+            # SystemExit would end the caller's event loop, and a future takes no StopIteration.
             outcome = (
                 error
-                if isinstance(error, Exception)
+                if isinstance(error, Exception) and not isinstance(error, StopIteration)
                 else RuntimeError(f"{type(error).__name__}: {error}")
             )
             set_it = done.set_exception

@@ -202,7 +202,7 @@ def write_page(run: Path) -> Path:
         )
     )
     target = run / "report.html"
-    _write(target, page.encode())
+    _write(target, page.encode(errors="replace"))
     return target
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -11,17 +10,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.jobs.patience import submitted
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.columns import Columns, offsets_of
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, Unavailable
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec, Role
 from skyrl_actors.messages.paths import model_id_for, parse_path, sampler_id_for
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=rs.Result)
-HEARTBEAT_S, LOST_S, FINISH_S, RETRY_S = 30.0, 120.0, 20.0, 2.0
+HEARTBEAT_S, LOST_S, FINISH_S = 30.0, 120.0, 20.0
 # Of one request. The limits of a controller are higher.
 PART_ROWS, PART_TOKENS, PART_IMAGE_BYTES = 512, 2**20, 2**25
 CROSS_ENTROPY = LossCall("cross_entropy", {})
@@ -68,18 +68,8 @@ class ServiceSession:
         return model_id
 
     async def submit(self, request: rq.Request) -> str:
-        """Send a request, and return its id without waiting for the result.
-
-        A controller that accepts nothing, for example because the disk of its journal is full, may
-        accept requests later. The job therefore tries again every RETRY_S seconds.
-        """
-        request_id = f"r{uuid.uuid4().hex}"
-        while True:
-            try:
-                return await self.client.submit(request, request_id=request_id)
-            except Unavailable as error:
-                log.warning("the controller accepts no requests; trying again: %s", error)
-                await asyncio.sleep(RETRY_S)
+        """Send a request as soon as it is accepted, and return its id without its result."""
+        return await submitted(self.client, request)
 
     async def run(self, request: rq.Request, expected: type[R]) -> R:
         """Send a request, and return its result."""

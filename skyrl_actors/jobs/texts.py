@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.api.chat_template import RENDER_FAULTS
 from skyrl_actors.config.supervised import Preferences, SftConfig, Supervised
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.chat_rows import answer_of, messages_of
@@ -141,11 +142,9 @@ def _chat(chat: Chat, messages: Sequence[Message]) -> Text:
 
 
 def _answer(chat: Chat, messages: Sequence[Message], answer: Any) -> Text:
-    text = answer_of(answer, "column of the answer")
+    text = answer_of(answer, messages, "column of the answer")
     whole = [*messages, {"role": "assistant", "content": text}]
-    found, learned = _encoded(lambda: chat.conversation(whole))
-    learned[: len(chat.prompt(messages))] = False
-    return _text(found, learned)
+    return _text(*_encoded(lambda: chat.conversation(whole, last_only=True)))
 
 
 def _encoded(make: Callable[[], T]) -> T:
@@ -153,6 +152,10 @@ def _encoded(make: Callable[[], T]) -> T:
         return make()
     except InvalidRequest as error:  # of an image
         raise ConfigError(str(error)) from None
+    except RENDER_FAULTS as error:
+        raise ConfigError(
+            f"the chat cannot be tokenized: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _text(found: Prompt, learned: NDArray[np.bool_]) -> Text:

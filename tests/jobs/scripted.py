@@ -20,9 +20,15 @@ class ScriptedClient:
         self.chat = chat
         self.answer = answer
         self.asked: list[Sample] = []
+        self._open: dict[str, Sample] = {}
 
-    async def run(self, request: Sample, expected: type) -> Any:
+    async def submit(self, request: Sample, mark: str = "", request_id: str = "") -> str:
         self.asked.append(request)
+        self._open[request_id] = request
+        return request_id
+
+    async def result(self, request_id: str, expected: type) -> Any:
+        request = self._open.pop(request_id)
         prompt = self.chat.tokenizer.decode(list(request.prompt))
         return SampleOutput(
             sequences=tuple(self._sequence(prompt, i) for i in range(request.params.num_samples)),

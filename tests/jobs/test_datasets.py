@@ -134,14 +134,17 @@ def test_prompts_are_strings_or_chats():
 
 
 def test_answers_are_strings_or_the_last_turn_of_a_chat():
-    assert answer_of("x", "here") == "x"
-    assert (
-        answer_of([{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}], "here")
-        == "x"
-    )
-    for wrong in (3, None, [], [{"role": "user", "content": "q"}]):
+    q, x = {"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}
+    prompt = messages_of("q", "here")
+    for right in ("x", [x], [q, x]):
+        assert answer_of(right, prompt, "here") == "x"
+    assert answer_of([q, x], messages_of([x, q], "here"), "here") == "x"
+    for wrong in (3, None, [], [q]):
         with pytest.raises(ConfigError, match=r"here: .* must be a string, or a chat that ends"):
-            answer_of(wrong, "here")
+            answer_of(wrong, prompt, "here")
+    for other in ([x, q, x], [{"role": "system", "content": "s"}, q, x], [q, x, q, x]):
+        with pytest.raises(ConfigError, match="turns before its answer that the prompt does not"):
+            answer_of(other, prompt, "here")
 
 
 def test_an_error_names_the_file_that_cannot_be_imported(tmp_path: Path):

@@ -19,7 +19,7 @@ from skyrl_actors.config.algorithms import Overlong
 from skyrl_actors.config.environments import CustomEnv, DatasetConfig, GymEnv, RewardEnv
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.dataset_tasks import custom_tasks, gym_tasks, reward_tasks
-from skyrl_actors.jobs.environment import Environment, Message, Step
+from skyrl_actors.jobs.environment import Environment, Message, Step, in_thread
 from skyrl_actors.jobs.episodes import EpisodeRunner, Rollouts
 from skyrl_actors.jobs.rollout import Weights, answers_only, rows_of
 from skyrl_actors.messages.errors import ConfigError, InternalError
@@ -221,6 +221,11 @@ def test_a_failing_environment_drops_only_its_episode(chat: Chat, kind, message)
         play(
             chat, [FakeTask(kind), FakeTask(failing())], n=2, timeout_s=limit, max_failed_share=0.1
         )
+
+
+async def test_a_reward_that_raises_stop_iteration_fails_at_once():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(in_thread(lambda: next(iter(()))), 20)
 
 
 def test_malformed_chats_drop_only_their_episode(chat: Chat):

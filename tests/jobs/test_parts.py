@@ -127,6 +127,21 @@ def test_each_part_of_a_preset_can_be_replaced(name, tmp_path):
     assert load(tmp_path / "c.yaml", (), JobConfig).job == job(type=name).job
 
 
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline", "dr_grpo"])
+def test_a_kl_penalty_in_another_place_has_the_estimator_of_that_place(name):
+    made = job(type=name, kl={"place": "reward", "coef": 0.02}).job
+    assert isinstance(made, RlConfig)
+    assert made.kl == RewardKl(coef=0.02) and made.kl.estimator == "k1"
+
+
+def test_a_kl_penalty_in_the_loss_needs_no_estimator():
+    made = job(type="rloo", kl={"place": "loss", "coef": 0.02}).job
+    assert isinstance(made, RlConfig)
+    assert made.kl.place == "loss" and made.kl.estimator != "k1"
+    own = job(type="grpo", kl={"place": "reward", "coef": 0.02, "estimator": "k3"}).job
+    assert isinstance(own, RlConfig) and own.kl.estimator == "k3"
+
+
 def test_single_values_of_a_preset_can_be_changed():
     made = job(type="dapo", policy_loss={"clip_low_threshold": 0.7}).job
     assert isinstance(made, RlConfig)

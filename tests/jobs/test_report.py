@@ -43,6 +43,12 @@ def test_the_page_has_tables_that_scroll_and_no_dictionaries(tmp_path: Path):
     assert "packages: torch" in page and "overflow-x: auto" in page
 
 
+def test_half_an_emoji_in_an_answer_is_shown_as_a_question_mark(tmp_path: Path):
+    row = {"step": 1, "prompt": "q", "answer": "half \ud83d", "reward": 1.0, "correct": "\ud83d"}
+    run = run_in(tmp_path / "a", samples_jsonl=json.dumps(row) + "\n")
+    assert "half ?" in write_page(run).read_text()
+
+
 def test_unfinished_runs_show_their_job_and_seed_and_whether_they_began(tmp_path: Path):
     run_in(tmp_path / "failed")
     run_in(tmp_path / "broken", config_yaml="x: [")

@@ -46,12 +46,16 @@ class Engine:
         self.length = length
         self.open: list[tuple[Sample, asyncio.Future[SampleOutput]]] = []
         self.asked: list[Sample] = []
+        self._answers: dict[str, asyncio.Future[SampleOutput]] = {}
 
-    async def run(self, request: Sample, expected: type) -> SampleOutput:
+    async def submit(self, request: Sample, mark: str = "", request_id: str = "") -> str:
         self.asked.append(request)
-        answer: asyncio.Future[SampleOutput] = asyncio.get_running_loop().create_future()
-        self.open.append((request, answer))
-        return await answer
+        self._answers[request_id] = asyncio.get_running_loop().create_future()
+        self.open.append((request, self._answers[request_id]))
+        return request_id
+
+    async def result(self, request_id: str, expected: type) -> SampleOutput:
+        return await self._answers.pop(request_id)
 
     async def has_open(self, count: int) -> None:
         """Wait until so many requests are open, however slow the machine is."""
