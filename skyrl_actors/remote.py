@@ -177,8 +177,9 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
     for name, error in errors.items():
         kinds.setdefault(str(error), []).append(name)
     first = next(iter(errors.values()))
-    if len(kinds) == 1 and isinstance(first, SkyrlActorsError) and first.category == "user":
-        return first
+    if all(isinstance(e, SkyrlActorsError) and e.category == "user" for e in errors.values()):
+        assert first is not None
+        return first  # ranks can refuse different rows of one request
     text = "; ".join(f"{what} on {', '.join(names)}: {text}" for text, names in kinds.items())
     for kind in (CollectiveFailed, ActorDied, StateLost, WeightsGone):
         if any(isinstance(error, kind) for error in errors.values()):

@@ -18,7 +18,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.shard_configs import keeper
 from skyrl_actors.controller.alignment import Alignment
 from skyrl_actors.controller.checkpoint_metadata import ABOUT_FILE, CheckpointMetadata
-from skyrl_actors.controller.notes import UNREADABLE, read_json, report, write_json
+from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.published import Published
 from skyrl_actors.controller.removal import Removal
 from skyrl_actors.controller.run_folders import (
@@ -33,11 +33,12 @@ from skyrl_actors.messages.errors import Conflict, Corrupt, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, owner_of
 from skyrl_actors.messages.weights import SCORED_FILE
-from skyrl_actors.storage.files import fsync
+from skyrl_actors.storage.files import PARTIAL, fsync
 from skyrl_actors.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
 SAVED_BY = "saved_by"
+READS = 5  # of a checkpoint that is saved again meanwhile
 NOTES = (ABOUT_FILE, SAVED_BY)  # for this service alone: who saved it, and from what
 OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 
@@ -212,23 +213,38 @@ class CheckpointFolders:
             raise Conflict(
                 f"training run {target.model_id} exists already; use another model_seq_id"
             )
-        staging = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-        staging.mkdir(parents=True)
-        for file in self.existing(source).iterdir():
-            if file.name not in OWN_FILES:
-                shutil.copyfile(file, staging / file.name)
-        (staging / SPEC_FILE).write_text(json.dumps(asdict(spec), indent=2))
-        self._metadata.write(
-            staging, copied_from=str(source), expires_at=self._metadata.end_of(ttl_seconds)
-        )
-        for file in staging.iterdir():
-            fsync(file)
+        sweep_abandoned(folder.parent)  # of a copy that a killed controller made
+        staging = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}{PARTIAL}")
         try:
+            self._copy_one_save(source, staging)
+            (staging / SPEC_FILE).write_text(json.dumps(asdict(spec), indent=2))
+            self._metadata.write(
+                staging, copied_from=str(source), expires_at=self._metadata.end_of(ttl_seconds)
+            )
+            for file in staging.iterdir():
+                fsync(file)
             staging.rename(folder)
         except OSError:
-            shutil.rmtree(staging)
             if not folder.exists():  # otherwise a repeat of this request was faster
                 raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _copy_one_save(self, source: TinkerPath, staging: Path) -> None:
+        """Copy the files of one save, although the checkpoint may be saved again meanwhile."""
+        for _ in range(READS):
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            version = self.version(source)
+            try:
+                for file in self.existing(source).iterdir():
+                    if file.name not in OWN_FILES:
+                        shutil.copyfile(file, staging / file.name)
+            except FileNotFoundError:  # it is being replaced
+                continue
+            if self.version(source) == version:
+                return
+        raise Conflict(f"{source} was saved again during each of {READS} attempts to copy it")
 
     def is_public(self, path: TinkerPath) -> bool:
         folder = self.folder(path)

@@ -11,7 +11,7 @@ import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from skyrl_actors.controller.ledger import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ledger
-from skyrl_actors.controller.operations import Op, Outcome, failed
+from skyrl_actors.controller.operations import PASSED_ON, Op, Outcome, failed
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.recording import record_metrics, record_span
 from skyrl_actors.controller.replay import Replayer
@@ -127,7 +127,9 @@ class Lanes:
             if await verb_of_model(request).prepare(op, request, self.context):
                 op.begun = time.monotonic()
             return await self._attempts(op, request, progress)
-        except Exception as error:  # noqa: BLE001  every fault becomes an answer
+        except PASSED_ON:
+            raise
+        except BaseException as error:  # noqa: BLE001  every fault becomes an answer
             progress.suspect = True
             if op.request is not None:
                 await verb_of_model(op.request).undo(op.request, self.context)

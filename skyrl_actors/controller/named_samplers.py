@@ -129,6 +129,9 @@ class NamedSamplers:
             if (known := self._tenants.samplers.get(sampler_id)) is not None:
                 return known
             self._tenants.put_sampler(sampler)
+        if session_id is not None and session_id not in self._tenants.sessions:
+            await self._retire([sampler])
+            self._tenants.session(session_id)  # raises: it ended while this was written
         return sampler
 
     async def _pinned(

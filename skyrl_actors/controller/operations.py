@@ -1,5 +1,6 @@
 """Accepted requests and their outcomes, as lanes, samples and the ledger pass them on."""
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,11 @@ def storable(outcome: Outcome) -> Outcome:
         )
 
 
-def failed(op: Op, error: Exception) -> Outcome:
+# Other exceptions without the base Exception, such as a panic of a library in Rust, are faults.
+PASSED_ON = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def failed(op: Op, error: BaseException) -> Outcome:
     """Return the outcome of a fault, and log one that is not the client's."""
     if not isinstance(error, UserError):
         log.error(

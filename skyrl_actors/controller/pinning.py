@@ -5,7 +5,7 @@ from typing import Literal
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.messages.errors import NotFound
-from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.messages.paths import TinkerPath, parse_path
 
 Change = Literal["deleted", "saved again"]
 
@@ -22,6 +22,14 @@ def change_of(folders: CheckpointFolders, sampler: Sampler) -> Change | None:
     except (NotFound, FileNotFoundError):  # FileNotFoundError: it is being removed
         return "deleted"
     return None if is_same else "saved again"
+
+
+def is_saved_again(folders: CheckpointFolders, path: TinkerPath, version: str) -> bool:
+    """Return whether a checkpoint was saved again since it had this version. Reads files."""
+    try:
+        return not folders.is_version(path, version)
+    except (NotFound, FileNotFoundError):  # it was removed, so there was no other one to read
+        return False
 
 
 def change_text(sampler: Sampler, change: Change) -> str:

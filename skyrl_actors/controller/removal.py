@@ -35,6 +35,9 @@ class Removal:
     def expired(self) -> list[tuple[str, Path]]:
         """Return run and folder of expired checkpoints, after removing what earlier writes left."""
         found = list[tuple[str, Path]]()
+        for run in self._runs.unrecorded():  # a copy was interrupted
+            for kind in CHECKPOINT_KINDS:
+                sweep_abandoned(run / kind, PARTIAL)
         for run in self._runs.own():
             for left in run.glob(f"*/.*{DELETED}"):  # left by a service that died during a deletion
                 shutil.rmtree(left, ignore_errors=True)

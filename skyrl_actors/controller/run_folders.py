@@ -39,6 +39,11 @@ class RunFolders:
         """Return the folders that this controller cleans up."""
         return [folder for folder in self.all() if self.keeps(folder.name)]
 
+    def unrecorded(self) -> list[Path]:
+        """Return the folders of this controller that are not, or not yet, those of a run."""
+        folders = (self.root / name for name in self._index.names(None) if self.keeps(name))
+        return [folder for folder in folders if not (folder / RUN_FILE).is_file()]
+
 
 def checkpoints_in(run: Path) -> list[Path]:
     """Return the folders of a run's checkpoints."""

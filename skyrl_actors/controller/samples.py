@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from skyrl_actors.controller.housekeeping import attempt
 from skyrl_actors.controller.ledger import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ledger
-from skyrl_actors.controller.operations import Op, Outcome, failed
+from skyrl_actors.controller.operations import PASSED_ON, Op, Outcome, failed
 from skyrl_actors.controller.presence import FellSilent, Presence
 from skyrl_actors.controller.recording import record_metrics, record_span
 from skyrl_actors.controller.replay import Replayer
@@ -62,6 +62,7 @@ class Samples:
         for slots in self._slots.values():
             context.admin.mode.watch(slots.pause)
         self._sampling: dict[str, asyncio.Task[None]] = {}
+        self._begun: set[str] = set()
         self._cancelled: dict[str, Failure] = {}  # by request id: its answer
         self.presence = Presence(self.tenants, lambda: context.admin.mode.mode == "draining")
 
@@ -80,7 +81,8 @@ class Samples:
         if task is None:
             return False
         self._cancelled[request_id] = failure
-        task.cancel()
+        if request_id in self._begun:  # a task that is cancelled before would never run, nor answer
+            task.cancel()
         return True
 
     def end_queued_of(self, session_id: str) -> None:
@@ -109,14 +111,19 @@ class Samples:
 
     async def _run(self, op: Op, sampler: Sampler) -> None:
         named(op.request_id, sampler.sampler_id)
+        self._begun.add(op.request_id)
         try:
+            if op.request_id in self._cancelled:
+                raise asyncio.CancelledError
             outcome = await self._outcome(op, sampler)
         except asyncio.CancelledError:
             if op.request_id not in self._cancelled:
                 raise
             asyncio.current_task().uncancel()  # type: ignore[union-attr]
             outcome = Outcome(self._cancelled[op.request_id])
-        except Exception as error:  # noqa: BLE001  every fault becomes an answer
+        except PASSED_ON:
+            raise
+        except BaseException as error:  # noqa: BLE001  every fault becomes an answer
             outcome = failed(op, error)
         if isinstance(outcome.result, SampleOutput):
             log.debug(
@@ -126,6 +133,7 @@ class Samples:
                 outcome.result.version,
             )
         del self._sampling[op.request_id]  # from here on it can no longer be cancelled
+        self._begun.discard(op.request_id)
         self._cancelled.pop(op.request_id, None)
         record_metrics(COUNTS, op, outcome, "", self.context.admin.keys.label)
         await self.ledger.answer(op, outcome)

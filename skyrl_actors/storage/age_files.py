@@ -2,16 +2,17 @@
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyrage  # pyright: ignore[reportMissingTypeStubs]
 
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.storage.files import PARTIAL, fsync
 
+T = TypeVar("T")
 AGE: Any = pyrage  # without types
 SUFFIX = ".age"
 MOST = 64  # recipients of one file
@@ -28,9 +29,11 @@ def recipients_of(texts: Sequence[str]) -> list[Any]:
 def _recipient_of(text: str, number: int) -> Any:
     for kind in _RECIPIENTS:
         try:
-            return kind.from_str(text)
-        except AGE.RecipientError:
+            found = kind.from_str(text)
+            _called(AGE.encrypt, b"", [found])  # some keys are read, and nothing can be encrypted
+        except (AGE.RecipientError, AGE.EncryptError, InternalError):
             continue
+        return found
     raise InvalidRequest(  # without the text, which may be a secret key
         f"age_encryption_recipients[{number}] is not a public key of age (age1…) or of SSH "
         "(ssh-ed25519 or ssh-rsa)"
@@ -50,11 +53,21 @@ def encrypt(files: Iterable[Path], texts: Sequence[str]) -> None:
         try:
             _encrypted(file, staging, recipients)
             staging.replace(file.with_name(file.name + SUFFIX))
-        except OSError:
+        except (OSError, InternalError):
             staging.unlink(missing_ok=True)
             raise
         file.unlink()
         fsync(file.parent)
+
+
+def _called(function: Callable[..., T], *arguments: Any) -> T:
+    """Call pyrage. A panic of it, which is no Exception, becomes InternalError."""
+    try:
+        return function(*arguments)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  its class has no name
+        raise InternalError(f"pyrage failed: {error}") from None
 
 
 class _Target:
@@ -79,7 +92,7 @@ def _encrypted(file: Path, staging: Path, recipients: list[Any]) -> None:
     with file.open("rb") as source, staging.open("wb", buffering=0) as stream:
         target = _Target(stream)
         try:
-            AGE.encrypt_io(source, target, recipients)
+            _called(AGE.encrypt_io, source, target, recipients)
         except AGE.EncryptError as error:
             raise target.error or OSError(f"{file.name} cannot be encrypted: {error}") from None
         if target.error is not None:

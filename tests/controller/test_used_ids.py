@@ -19,10 +19,10 @@ from tests.controller.test_controller import done, model_in
 from tests.fakes import FakeBackend
 
 
-async def started(folder: Path) -> Controller:
+async def started(folder: Path, backend: FakeBackend | None = None) -> Controller:
     config = ClusterConfig(base_model=TinyBase(name="tiny"), checkpoint_dir=folder / "checkpoints")
     journal = SqlJournal(JournalConfig(folder=folder / "journal", retention_s=0.001), KINDS)
-    controller = Controller(config, FakeBackend(), journal)
+    controller = Controller(config, backend or FakeBackend(), journal)
     await controller.start()
     return controller
 

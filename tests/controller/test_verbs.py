@@ -64,7 +64,7 @@ def test_the_journal_gets_the_kinds_by_the_properties_that_verbs_state():
         Kinds(
             creates="CreateModel",
             ends="Unload",
-            settles=frozenset({"OptimStep"}),
+            settles=frozenset({"OptimStep", "LoadWeights"}),
             failure_matters=frozenset({"ForwardBackward"}),
             reads_files=frozenset({"CreateModel", "LoadWeights"}),
         )

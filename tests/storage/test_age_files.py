@@ -8,7 +8,7 @@ from pathlib import Path
 import pyrage
 import pytest
 
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.storage import age_files
 
 ONE, TWO = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
@@ -67,3 +67,30 @@ def test_what_is_no_public_key_is_refused(wrong: str):
     with pytest.raises(InvalidRequest, match=r"recipients\[1\] is not a public key") as raised:
         age_files.recipients_of([BOTH[0], wrong])
     assert len(wrong) < 8 or wrong not in str(raised.value), "it may be a secret"
+
+
+def test_a_key_that_encrypts_nothing_is_refused(tmp_path: Path):
+    """The point of this key has a low order, at which the library panics."""
+    bad = "age1" + "q" * 52 + "5cu47z"
+    (tmp_path / "a").write_bytes(b"x")
+    with pytest.raises(InvalidRequest, match=r"age_encryption_recipients\[1\]"):
+        age_files.recipients_of([BOTH[0], bad])
+    with pytest.raises(InvalidRequest):
+        age_files.encrypt([tmp_path / "a"], [bad])
+
+
+def test_a_panic_while_a_file_is_encrypted_leaves_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Panic(BaseException):
+        pass
+
+    def fails(*_: object) -> None:
+        raise Panic("at the disco")
+
+    (tmp_path / "a").write_bytes(b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(age_files.AGE, "encrypt_io", fails)
+        with pytest.raises(InternalError, match="pyrage failed: at the disco"):
+            age_files.encrypt([tmp_path / "a"], BOTH)
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]

@@ -8,6 +8,7 @@ from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import LARGEST_INT, check_metadata
 from skyrl_actors.controller.operations import Op, Outcome
+from skyrl_actors.controller.pinning import is_saved_again
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs.verb import (
     AnsweredOp,
@@ -22,6 +23,8 @@ from skyrl_actors.messages.model import ROLES, ModelSpec
 from skyrl_actors.messages.paths import checked_id, parse_path, refuse_export
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import CreateModel
+
+LOADS = 5  # of a checkpoint that is saved again meanwhile
 
 
 class CreateModelVerb(ModelVerb[CreateModel]):
@@ -105,11 +108,19 @@ async def _loaded(op: Op, request: CreateModel, path: str, context: VerbContext)
         await context.past.fork(spec, path, op.number, with_optimizer)
         return rs.Loaded(spec.model_id, path)
     refuse_export(where)
-    folder, saved, version = await context.disk.read(context.folders.found, where)
-    check_fits(spec, saved, path, with_optimizer)
-    precondition = OpPrecondition(op.number, op.number, op.request_id)
-    await context.backend.load_checkpoint(spec, precondition, str(folder), with_optimizer)
-    return rs.Loaded(spec.model_id, path, version)
+    for _ in range(LOADS):
+        folder, saved, version = await context.disk.read(context.folders.found, where)
+        check_fits(spec, saved, path, with_optimizer)
+        precondition = OpPrecondition(op.number, op.number, op.request_id)
+        await context.backend.load_checkpoint(spec, precondition, str(folder), with_optimizer)
+        if not await context.disk.read(is_saved_again, context.folders, where, version):
+            return rs.Loaded(spec.model_id, path, version)
+        # Some ranks may have the old weights, and others the new ones.
+        await context.backend.delete_model(spec)
+        await context.backend.create_model(spec, OpPrecondition(op.number, None, op.request_id))
+    raise InvalidRequest(
+        f"{path} was saved again during each of {LOADS} attempts to load it; use another name"
+    )
 
 
 def settled(

@@ -5,10 +5,20 @@ from pathlib import Path
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.operations import Op, Outcome
-from skyrl_actors.controller.verbs.verb import ModelVerb, ReplayedOp, VerbContext
+from skyrl_actors.controller.pinning import is_saved_again
+from skyrl_actors.controller.tenants import Model
+from skyrl_actors.controller.verbs.verb import (
+    AnsweredOp,
+    ModelTables,
+    ModelVerb,
+    ReplayedOp,
+    VerbContext,
+)
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import Corrupt, InvalidRequest
+from skyrl_actors.messages.errors import Corrupt, InvalidRequest, StateLost
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path, refuse_export
 from skyrl_actors.messages.requests import LoadWeights
@@ -18,6 +28,7 @@ class LoadWeightsVerb(ModelVerb[LoadWeights]):
     """Load a checkpoint, or a mixture of two."""
 
     is_repeatable = True
+    settles = True
     can_read_files = True
 
     def check(
@@ -33,13 +44,14 @@ class LoadWeightsVerb(ModelVerb[LoadWeights]):
     async def execute(self, op: Op, request: LoadWeights, context: VerbContext) -> Outcome:
         model = context.ready_model(request.model_id)
         folder, version, path = await _loadable(request.path, model.spec, context)
-        mixed = None
+        read, mixed = [(path, version)], None
         if request.mixed_with is not None:
             if not 0 < request.share < 1:
                 raise InvalidRequest(
                     f"share {request.share} of a mixture: use more than 0 and less than 1"
                 )
-            other, _, _ = await _loadable(request.mixed_with, model.spec, context)
+            other, of_other, its_path = await _loadable(request.mixed_with, model.spec, context)
+            read.append((its_path, of_other))
             mixed = str(other), request.share
         if request.with_optimizer and path.kind != "weights":
             raise InvalidRequest(
@@ -48,6 +60,8 @@ class LoadWeightsVerb(ModelVerb[LoadWeights]):
         await context.backend.load_checkpoint(
             model.spec, op.precondition, str(folder), request.with_optimizer, mixed
         )
+        for place, of_place in read:
+            await check_loaded(place, of_place, context.folders, context.disk)
         return Outcome(rs.Loaded(request.model_id, request.path, version), "applied")
 
     async def replay(self, op: ReplayedOp[LoadWeights]) -> None:
@@ -60,10 +74,9 @@ class LoadWeightsVerb(ModelVerb[LoadWeights]):
                 "replayed, and the snapshot after it is lost"
             )
         folder = await op.disk.read(op.folders.existing, path)
-        is_same = isinstance(result, rs.Loaded) and await op.disk.read(
+        if not isinstance(result, rs.Loaded) or not await op.disk.read(
             op.folders.is_version, path, result.version
-        )
-        if not is_same:
+        ):
             raise Corrupt(
                 f"{path} was changed since operation {number} loaded it, and the "
                 "snapshot after it is lost"
@@ -71,6 +84,23 @@ class LoadWeightsVerb(ModelVerb[LoadWeights]):
         await op.backend.load_checkpoint(
             op.spec, op.precondition, str(folder), request.with_optimizer
         )
+        await check_loaded(path, result.version, op.folders, op.disk)
+
+    def fold(self, model: Model, op: AnsweredOp, tables: ModelTables, now: float) -> None:
+        super().fold(model, op, tables, now)
+        if op.effect != "none":  # it dropped the pending gradients
+            model.incomplete = None
+
+
+async def check_loaded(
+    path: TinkerPath, version: str, folders: CheckpointFolders, disk: Disk
+) -> None:
+    """Raise StateLost if a checkpoint was saved again since it had this version.
+
+    Then some ranks may have loaded the old weights, and others the new ones.
+    """
+    if await disk.read(is_saved_again, folders, path, version):
+        raise StateLost(f"{path} was saved again while it was loaded")
 
 
 async def _loadable(
