@@ -8,10 +8,10 @@ from placement.reserve import cluster_nodes
 from placement.types import Node
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.demands import with_host_shares
-from skyrl_actors.backends.memory_demands import memory_plan, shape_in
+from skyrl_actors.backends.memory_demands import memory_plan, refuse, shape_in
 from skyrl_actors.backends.monitoring import CountsExport
 from skyrl_actors.backends.parkable import ParkableBackend
-from skyrl_actors.backends.parking_plan import ParkingPlan, parking_plan
+from skyrl_actors.backends.parking_plan import ParkingPlan, parking_plan, too_much
 from skyrl_actors.backends.proved_bases import ProvedBases, capabilities_of
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.backends.site import Site, shared_sites
@@ -68,13 +68,15 @@ class RayBaseModelFactory:
         )
 
     def _room(self, nodes: list[Node]) -> ParkingPlan:
-        return parking_plan(
-            self._config.parking,
-            {
-                name: memory_plan(own, shape_in(self._folders[name]), self._sites[name].plan, nodes)
-                for name, own in self._served.items()
-            },
-        )
+        plans = {
+            name: memory_plan(own, shape_in(self._folders[name]), self._sites[name].plan, nodes)
+            for name, own in self._served.items()
+        }
+        found = too_much(self._config, plans)
+        refuse(self._config, found)
+        for text in found:
+            self._report(text)
+        return parking_plan(self._config.parking, plans)
 
     def build(self, name: str) -> ParkableBackend:
         return RayBackend(

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from placement.memory import PHASES, MemoryPlan
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.served_bases import ParkingConfig
 from skyrl_actors.messages.errors import ConfigError
 
@@ -56,6 +57,37 @@ def parking_plan(parking: ParkingConfig, plans: Mapping[str, MemoryPlan]) -> Par
             f"{max(sizes.values()) / GIB:.2f}: lower parking.max_loaded"
         )
     return ParkingPlan(sizes, capacity, max_loaded)
+
+
+def too_much(config: ClusterConfig, plans: Mapping[str, MemoryPlan]) -> list[str]:
+    """Return what is wrong if the given limits allow more base models than there is room for.
+
+    Nothing is checked with placement.memory_check=off.
+    """
+    parking = config.parking
+    if config.placement.memory_check == "off":
+        return []
+    parked = {name: _kept_on_device(plan) for name, plan in plans.items()}
+    sizes = {name: _peak(plan) - parked[name] for name, plan in plans.items()}
+    usable = min((p.usable_bytes for p in plans.values() if p.usable_bytes), default=None)
+    found = list[str]()
+    if parking.max_loaded is not None:
+        try:
+            fit = _max_loaded(plans, parked, sizes, usable)
+        except ConfigError as error:
+            return [str(error)]
+        if fit is not None and parking.max_loaded > fit:
+            found.append(f"parking.max_loaded is {parking.max_loaded}, and the memory holds {fit}")
+    most = parking.max_resident
+    if most is not None and usable is not None:
+        needed = _most(sizes.values(), most) + _most(parked.values(), parking.max_loaded)
+        if needed > usable:
+            found.append(
+                f"parking.max_resident is {most}: the {most} largest base models, beside what "
+                f"parked ones keep, need {needed / GIB:.2f} GiB of a device, and "
+                f"{usable / GIB:.2f} can be used"
+            )
+    return found
 
 
 def _max_loaded(

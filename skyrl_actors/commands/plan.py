@@ -11,7 +11,7 @@ from placement.shape import ModelShape
 from placement.types import Node
 from skyrl_actors.backends.demands import part_of, shard_plans, with_host_shares
 from skyrl_actors.backends.memory_demands import checked, refuse, shape_in
-from skyrl_actors.backends.parking_plan import parking_plan
+from skyrl_actors.backends.parking_plan import parking_plan, too_much
 from skyrl_actors.backends.remedies import Source
 from skyrl_actors.commands.job_cluster import fitted
 from skyrl_actors.commands.sized import (
@@ -144,7 +144,9 @@ def _print_catalogue(config: ClusterConfig, nodes: list[Node]) -> None:
     for name, found in complaints.items():
         refuse(served[name], found)
     if len(plans) == len(served):
-        print(f"\nbase models: {parking_plan(config.parking, plans).text}")
+        found = too_much(config, plans)
+        refuse(config, found)
+        print("\n".join([f"\nbase models: {parking_plan(config.parking, plans).text}", *found]))
 
 
 def _changed(path: Path, overrides: Sequence[str]) -> ClusterConfig | None:

@@ -93,8 +93,10 @@ class Answers:
                 if (op := self._ledger.ops.get(request_id)) is not None:
                     op.streamed = max(op.streamed, have + len(part.tokens))
                 return part
+            if not answer.result():  # nothing came in time; the sample may have begun meanwhile
+                return PartialSample()
             self._backend.end_stream(request_id)
-            return await self._replies.ready(request_id) if answer.result() else PartialSample()
+            return await self._replies.ready(request_id)
         finally:
             answer.cancel()
             growing.cancel()

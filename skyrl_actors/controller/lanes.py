@@ -144,14 +144,16 @@ class Lanes:
         while True:
             try:
                 is_first = not (attempts or faults or progress.suspect)
-                # A restored model could lose its state again before the operation runs.
-                async with self._holding(op, is_first or verb.needs != "state"):
+                # A restored model could lose its state again before the operation runs, and one
+                # that is filled from files before its snapshot was taken.
+                rests = is_first or verb.needs != "state"
+                async with self._holding(op, rests and not verb.reads_files(request)):
                     if not is_first:
                         await self._bring_back(op, request, progress, is_down)
                     op.after = progress.position
                     outcome = await verb.execute(op, request, self.context)
-                if verb.reads_files(request):
-                    await self._snapshot_loaded(op, progress)
+                    if verb.reads_files(request):
+                        await self._snapshot_loaded(op, progress)
                 return outcome
             except PartDown as error:  # nothing was begun, so this is not an attempt
                 progress.suspect = is_down = True

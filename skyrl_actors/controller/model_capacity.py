@@ -72,6 +72,7 @@ class ModelCapacity:
     """Grant capacity to models, and end silent sessions when creates wait.
 
     `end_session` frees everything a session holds. It may take as long as a running operation.
+    `elsewhere`: whether a base model, which this call names, waits for the devices.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ModelCapacity:
         end_session: Callable[[str], Awaitable[None]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         admin: Administration,
+        elsewhere: Callable[[str], object] = lambda base_model: None,
     ):
         self.session_silent_s = SESSION_SILENT_S
         self._config = config
@@ -90,6 +92,7 @@ class ModelCapacity:
         self._end_session = end_session
         self._spawn = spawn
         self._admin = admin
+        self._elsewhere = elsewhere
         admin.mode.watch(lambda is_paused: None if is_paused else self._grant())
         self._bases: ServedModels | None = None
         self._held: dict[str, Held] = {}
@@ -273,6 +276,9 @@ class ModelCapacity:
         if not self._is_leaving(session_id):
             return False
         now = asyncio.get_running_loop().time()
+        bases = {h.spec.base_model for h in self._held.values() if h.session_id == session_id}
+        if any(map(self._elsewhere, bases)):  # unloads of others would wait too
+            self._leaving[session_id] = now
         return now - self._leaving.setdefault(session_id, now) < SLOW_UNLOAD_S
 
     def _end(self, session_id: str) -> None:

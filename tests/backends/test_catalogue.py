@@ -11,7 +11,7 @@ from placement.types import Node
 from skyrl_actors.backends.backend import Capabilities, ServedModels
 from skyrl_actors.backends.catalogue import CatalogueBackend
 from skyrl_actors.backends.demands import part_of, shared_plan
-from skyrl_actors.backends.parking_plan import parking_plan
+from skyrl_actors.backends.parking_plan import parking_plan, too_much
 from skyrl_actors.backends.proved_bases import Facts, ProvedBases
 from skyrl_actors.colocation.residency import Residency
 from skyrl_actors.config.cluster import ClusterConfig
@@ -400,3 +400,28 @@ async def test_clients_do_not_read_why_a_base_model_cannot_be_loaded():
     assert "broke" not in said
     with pytest.raises(InternalError):
         await waiting
+
+
+@pytest.mark.parametrize(
+    ("parking", "said"),
+    [
+        ({}, None),
+        ({"max_resident": 1, "max_loaded": 2}, None),
+        ({"max_resident": 2}, "parking.max_resident is 2: the 2 largest base models"),
+        ({"max_loaded": 3}, "parking.max_loaded is 3, and the memory holds 2"),
+    ],
+)
+def test_limits_that_allow_more_than_there_is_room_for_are_refused(
+    parking: dict[str, int], said: str | None
+):
+    bases = {label: {"base_model": {"type": "tiny", "name": label}} for label in "abc"}
+    plans = {name: plan_of(60, 1, 130, 74) for name in bases}
+
+    def config(check: str) -> ClusterConfig:
+        placement = {"memory_check": check}
+        given = {"base_models": bases, "parking": parking, "placement": placement}
+        return ClusterConfig.model_validate(given)
+
+    found = too_much(config("refuse"), plans)
+    assert [said in text for text in found] == [True] if said else not found
+    assert not too_much(config("off"), plans)

@@ -349,6 +349,32 @@ async def test_another_silent_session_ends_when_an_unload_takes_too_long(
     backend.held_up.clear()
 
 
+async def test_an_unload_that_waits_for_the_devices_is_not_called_slow(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(model_capacity, "SLOW_UNLOAD_S", 0.1)
+    backend = Backend(3)
+    elsewhere = ["another base model has the devices"]
+    monkeypatch.setattr(backend, "waiting", lambda base: elsewhere[0] if elsewhere else None)
+    controller = await make(backend, session_silent_s=0.2)
+    for session in ("s0", "s1", "s2"):
+        await done(controller, await asked(controller, session))
+        backend.held_up.add(f"{session}:train:0")
+    await asyncio.sleep(0.3)
+    wanted = await asked(controller, "s3")
+    for _ in range(10):
+        await controller.heartbeat("s3")
+        await asyncio.sleep(0.05)
+    assert set(controller.tenants.sessions) == {"s1", "s2", "s3"}, "one is enough"
+    elsewhere.clear()
+    async with asyncio.timeout(5):
+        while "s1" in controller.tenants.sessions:
+            await controller.heartbeat("s3")
+            await asyncio.sleep(0.02)
+    backend.held_up.clear()
+    await done(controller, wanted)
+
+
 async def test_small_creates_do_not_overtake_a_large_one_forever(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ):
