@@ -6,7 +6,7 @@ Templates are Jinja with the additions of transformers: loop controls, `raise_ex
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
@@ -33,6 +33,19 @@ OWN = frozenset(
     )
 )
 """Variables that the service sets."""
+
+
+def with_known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return the messages with the role system for developer, if the template lacks that role.
+
+    OpenAI's newer name of system: most templates leave out what they do not know.
+    """
+    if "developer" in template:
+        return [dict(message) for message in messages]
+    return [
+        {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
+        for message in messages
+    ]
 
 
 def rendered(template: str, variables: Mapping[str, Any]) -> str:

@@ -8,7 +8,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from skyrl_actors.api.chat_template import RENDER_FAULTS, check_kwargs, reads_tools, rendered
+from skyrl_actors.api.chat_template import (
+    RENDER_FAULTS,
+    check_kwargs,
+    reads_tools,
+    rendered,
+    with_known_roles,
+)
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.narrowing import is_object
 
@@ -43,7 +49,13 @@ class Codec:
                 f"allowed, and these have at most {most} characters"
             )
         # A batch of one: the tokenizer releases the interpreter lock only for batches.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+        if len(found) >= most_tokens:  # before a list is made of them
+            raise InvalidRequest(
+                f"the prompt has {len(found)} tokens; prompt and answer together may have at most "
+                f"{most_tokens}"
+            )
+        return found.ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -72,7 +84,10 @@ class Codec:
         try:
             check_kwargs(self._template, variables or {})
             self._check_tools(messages, tools)
-            own = {"messages": list(messages), "tools": list(tools) or None}
+            own = {
+                "messages": with_known_roles(messages, self._template),
+                "tools": [*tools] or None,
+            }
             given = {**(variables or {}), **special, **own, "add_generation_prompt": True}
             text = rendered(self._template, given)
         except RENDER_FAULTS as error:

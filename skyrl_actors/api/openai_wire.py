@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/completions and …/chat.
 """
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -288,14 +289,15 @@ class ChatCompletion(OpenAiBody):
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True
 
-    @property
+    @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
         return described(self.tools) if self.tool_choice == "auto" else []
 
     @model_validator(mode="after")
     def _calls_are_not_limited(self) -> "ChatCompletion":
-        if self.offered and not self.parallel_tool_calls:
+        has_tools = self.tools and self.tool_choice == "auto"
+        if has_tools and not self.parallel_tool_calls:
             raise ValueError("parallel_tool_calls=false is not served; leave it out")
         return self
 

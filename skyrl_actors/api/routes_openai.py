@@ -21,7 +21,7 @@ from skyrl_actors.api import openai_answers as answers
 from skyrl_actors.api import openai_wire as wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.bodies import body_of, documented
-from skyrl_actors.api.body_limits import check_completion
+from skyrl_actors.api.body_limits import check_chat, check_completion
 from skyrl_actors.api.chat_images import with_images
 from skyrl_actors.api.cpu_bound import run_in_process, run_in_thread
 from skyrl_actors.api.openai_answers import FEW_TOKENS, Form
@@ -78,7 +78,7 @@ def _no_model(model: str) -> NotFound:
 
 CompletionBody = Annotated[wire.Completion, Depends(body_of(wire.Completion, check_completion))]
 # The length of a chat is known only after the chat template has been applied.
-ChatBody = Annotated[wire.ChatCompletion, Depends(body_of(wire.ChatCompletion))]
+ChatBody = Annotated[wire.ChatCompletion, Depends(body_of(wire.ChatCompletion, check_chat))]
 
 
 @router.post("/completions", openapi_extra=documented(wire.Completion))

@@ -83,9 +83,10 @@ async def asample(body: SampleBody, request: Request) -> dict[str, Any]:
         http.tempered_logprobs,
         http.processed_logprobs,
     )
-    # Decoding takes long, and so do many targets, which a body with images has room for.
-    if able.images and (codec.has_images(body.prompt.chunks) or body.target_prompt_logprobs):
+    if able.images and codec.has_images(body.prompt.chunks):  # decoding takes long
         wanted = await run_in_process(translate.sample, *given)
+    elif body.target_prompt_logprobs:
+        wanted = await run_in_thread(translate.sample, *given)
     else:
         wanted = translate.sample(*given)
     request_id = await state.client.submit(wanted, caller.mark)

@@ -115,7 +115,13 @@ class Controller:
         self._tasks = Tasks()
         configs = BaseConfigs(config)
         self._capacity = ModelCapacity(
-            config, configs, self.tenants, self.finish_session, self._tasks.spawn, self.admin, backend.waiting
+            config,
+            configs,
+            self.tenants,
+            self.finish_session,
+            self._tasks.spawn,
+            self.admin,
+            backend.waiting,
         )
         self._context = VerbContext(
             config=config,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.api.chat_images import expanded
-from skyrl_actors.api.chat_template import check_kwargs
+from skyrl_actors.api.chat_template import check_kwargs, with_known_roles
 from skyrl_actors.api.pictures import NO_IMAGES, PictureReader
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.jobs.chat_messages import images_in
@@ -146,7 +146,7 @@ class Chat:
 
     def _template(self, messages: Sequence[Message], generate: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
+            with_known_roles(messages, str(self.tokenizer.chat_template)),
             add_generation_prompt=generate,
             tokenize=False,
             **self.variables,

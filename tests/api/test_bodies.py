@@ -14,7 +14,13 @@ import zstandard
 
 from skyrl_actors.api import compression, cpu_bound, openai_wire, schema, state, wire
 from skyrl_actors.api.app import room_for
-from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sample, limit_of
+from skyrl_actors.api.body_limits import (
+    SMALL_BYTES,
+    check_chat,
+    check_completion,
+    check_sample,
+    limit_of,
+)
 from skyrl_actors.api.parts import check_json_size, check_proto_size
 from skyrl_actors.backends.backend import Capabilities, ServedModels
 from skyrl_actors.config.limits import LimitsConfig
@@ -361,9 +367,13 @@ async def test_a_body_of_many_faults_has_a_short_answer(tmp_path: Path):
         many = await http.post(
             "http://service/v1/completions", json={"model": "m", "prompt": [{}, *[None] * 2000]}
         )
-        some = await http.post("/create_session", json={"tags": [1] * 5000})
-    assert (many.status_code, some.status_code) == (400, 422)
-    assert "faults" in many.text and "and 4980 more" in some.text
+        some = await http.post(
+            "http://service/v1/chat/completions", json={"model": "m", "messages": [{}] * 30}
+        )
+        first = await http.post("/create_session", json={"tags": [1] * 5000})
+    assert (many.status_code, some.status_code, first.status_code) == (400, 400, 422)
+    assert "faults" in many.text and "and 10 more" in some.text
+    assert first.json()["detail"] == "tags.0: Input should be a valid string"
     assert max(len(many.text), len(some.text)) < 4000
 
 
@@ -372,3 +382,52 @@ async def test_stop_texts_are_few_and_short(tmp_path: Path):
         for stop in ("a" * 1001, ["a"] * 17):
             body = {"model": "m", "prompt": [1], "stop": stop}
             assert (await http.post("http://service/v1/completions", json=body)).status_code == 400
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "h"}]}
+TOOL = {"type": "function", "function": {"name": "a"}}
+PART = {"type": "text", "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": CHAT["messages"] * 8193}, "8193 are given, and at most 8192"),
+        ({"messages": [{"role": "user", "content": [PART] * 8192}]}, "messages, parts and tool"),
+        ({"tools": [TOOL] * 129}, "tools: 129 are given, and at most 128"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "a", "parameters": {"x": [[]] * 20_000}},
+                    }
+                ]
+            },
+            "values in parameters",
+        ),
+        ({"chat_template_kwargs": {"x": [0] * 20_000}}, "chat_template_kwargs: values"),
+        ({"logit_bias": {str(n): 1.0 for n in range(20_001)}}, "logit_bias: tokens"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"x": [[]] * 20_000}},
+                }
+            },
+            "values in the schema",
+        ),
+    ],
+)
+def test_chats_with_very_many_parts_are_refused_when_parsed(fields: dict[str, Any], said: str):
+    body = openai_wire.ChatCompletion.model_validate({**CHAT, **fields})
+    with pytest.raises(InvalidRequest, match=said):
+        check_chat(body, 512, 256)
+
+
+def test_very_many_targets_are_refused_when_parsed():
+    targets = {"dtype": "int64", "shape": [1, 2**18 + 1], "data": [1] * (2**18 + 1)}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    body = wire.Asample.model_validate({"prompt": prompt, "target_prompt_logprobs": targets})
+    with pytest.raises(InvalidRequest, match="target_prompt_logprobs has 262147 numbers"):
+        check_sample(body, 512, 256)

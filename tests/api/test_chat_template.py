@@ -59,3 +59,36 @@ def test_a_job_can_set_a_variable(folder: Path):
     assert list(chat.prompt(MESSAGES).tokens) == Codec(folder).chat(MESSAGES, 100, chat.variables)
     with pytest.raises(ConfigError, match=r"job\.chat_template_kwargs budget: .* enable_thinking"):
         Chat(str(folder), {"budget": 3})
+
+
+# As Qwen's templates: what they do not know is left out.
+THREE_ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' %}S:{{ m.content }};"
+    "{% elif m.role == 'user' %}U:{{ m.content }};{% endif %}{% endfor %}"
+)
+ADVISED = [{"role": "developer", "content": "in French"}, {"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (THREE_ROLES, "S:in French;U:hi;"),
+        (THREE_ROLES + "{% if messages[0].role == 'developer' %}D{% endif %}", "U:hi;D"),
+    ],
+)
+def test_instructions_of_the_developer_are_not_left_out(template: str, text: str, folder: Path):
+    (folder / "chat_template.jinja").write_text(template)
+    codec = Codec(folder)
+    assert codec.decode(codec.chat(ADVISED, 100)) == text
+    chat = Chat(str(folder))
+    chat.tokenizer.chat_template = template
+    assert chat.text(chat.prompt(ADVISED).tokens) == text
+
+
+def test_a_text_of_too_many_tokens_is_refused_before_it_is_sent_on(folder: Path):
+    codec = Codec(folder)
+    text = "a b c d e f"
+    count = len(codec.encode(text, 100))
+    assert len(codec.encode(text, count + 1)) == count
+    with pytest.raises(InvalidRequest, match=f"the prompt has {count} tokens"):
+        codec.encode(text, count)
