@@ -11,19 +11,21 @@ import os
 import secrets
 import tarfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from skyrl_actors.config.cluster import HttpConfig
 from skyrl_actors.controller.checkpoints import NOTES
-from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest, Unavailable
 from skyrl_actors.messages.paths import TinkerPath
 
 SECRET_FILE = ".archive_secret"
 VALID_S = 900
-BLOCK = 2**20
+BLOCK = 2**18
+OPENS = 5
 EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -99,27 +101,57 @@ def check(secret: bytes, path: TinkerPath, expires: int, given: str, file: str =
         raise InvalidRequest("this link has expired; request the archive again")
 
 
-def tar(folder: Path) -> Iterator[bytes]:
-    """Yield a tar archive of a checkpoint's files, which are at its top as in hosted Tinker's.
+class Members:
+    """The files of a checkpoint, opened at one time, so that all are of one save."""
 
-    Notes are left out: the link may be to a published checkpoint of another tenant.
+    def __init__(self, folder: Path):
+        self._files: list[tuple[tarfile.TarInfo, BinaryIO]] = []
+        with ExitStack() as undo:
+            for file in sorted(file for file in folder.iterdir() if file.name not in NOTES):
+                stream = undo.enter_context(file.open("rb"))
+                info, status = tarfile.TarInfo(file.name), os.fstat(stream.fileno())
+                info.size, info.mtime = status.st_size, int(status.st_mtime)
+                self._files.append((info, stream))
+            self._opened = undo.pop_all()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def tar(self) -> Iterator[bytes]:
+        """Yield a tar archive, with the files at its top as in hosted Tinker's; then close them.
+
+        Notes are left out: the link may be to a published checkpoint of another tenant.
+        """
+        with self._opened:
+            for info, stream in self._files:
+                yield info.tobuf()
+                yield from _padded(info, stream)
+            yield b"\0" * 2 * tarfile.BLOCKSIZE
+
+
+def opened(folder: Path, version: Callable[[], str]) -> Members:
+    """Open the files of one save, although the checkpoint may be saved again meanwhile.
+
+    `version` returns the present one. Raises Unavailable if it is saved all the time.
     """
-    for file in sorted(file for file in folder.iterdir() if file.name not in NOTES):
-        info = tarfile.TarInfo(file.name)
-        status = file.stat()
-        info.size, info.mtime = status.st_size, int(status.st_mtime)
-        yield info.tobuf()
-        yield from _padded(file, info.size)
-    yield b"\0" * 2 * tarfile.BLOCKSIZE
+    for _ in range(OPENS):
+        before = version()
+        try:
+            members = Members(folder)
+        except FileNotFoundError:  # it is being replaced
+            continue
+        if version() == before:
+            return members
+        members.close()
+    raise Unavailable("this checkpoint is being saved again; try again")
 
 
-def _padded(file: Path, size: int) -> Iterator[bytes]:
-    left = size
-    with file.open("rb") as stream:
-        while left > 0:
-            part = stream.read(min(BLOCK, left))
-            if not part:
-                raise OSError(f"{file} became shorter while it was read")
-            left -= len(part)
-            yield part
-    yield b"\0" * (-size % tarfile.BLOCKSIZE)
+def _padded(info: tarfile.TarInfo, stream: BinaryIO) -> Iterator[bytes]:
+    left = info.size
+    while left > 0:
+        part = stream.read(min(BLOCK, left))
+        if not part:
+            raise OSError(f"{info.name} became shorter while it was read")
+        left -= len(part)
+        yield part
+    yield b"\0" * (-info.size % tarfile.BLOCKSIZE)

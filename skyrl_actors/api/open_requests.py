@@ -6,6 +6,7 @@ from skyrl_actors.config.http import HttpConfig
 
 MOST_OPEN = 20_000  # of all keys in one process: as many as HAProxy has connections at most
 MOST_OF_OWNER = 8_000  # of one owner of keys, in all ingress processes
+MOST_DOWNLOADS = 64  # of one owner's checkpoints, in one process
 LEAST_OF_OWNER = 1_000  # that one process allows
 
 

@@ -1,6 +1,7 @@
 """Serve the console: one page at `/`, its data as JSON, its files, and acts of operators."""
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import plotly
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 
@@ -25,7 +26,7 @@ from skyrl_actors.messages.narrowing import is_object, is_sequence
 from skyrl_actors.messages.operating import Mode
 from skyrl_actors.messages.paths import owner_of, parse_path
 from skyrl_actors.observe.figures import phase_periods
-from skyrl_actors.observe.runs import METRICS, SAMPLES, last_samples, listed, rows_in
+from skyrl_actors.observe.runs import METRICS, SAMPLES, last_rows, last_samples, listed
 
 T = TypeVar("T")
 router = APIRouter(include_in_schema=False)
@@ -40,6 +41,7 @@ POLICY = (
 )
 FRESH_S, SLOW_S = 1.0, 8.0  # how old shared answers may be, however many pages are open
 ROWS = 2000  # of a run's curves
+MOST_ANSWERS = 32  # that the cache keeps
 CHECKPOINTS = 20
 SHOWN = 20  # sessions, requests and failures
 MODES_OF: dict[str, Mode] = {"pause": "paused", "drain": "draining", "resume": "running"}
@@ -62,7 +64,11 @@ class AnswerCache:
         async with self._locks.setdefault(what, asyncio.Lock()):
             known = self._found.get(what)
             if known is None or time.monotonic() - known[0] >= fresh_s:
-                known = self._found[what] = time.monotonic(), await look()
+                known = time.monotonic(), await look()
+                self._found.pop(what, None)
+                self._found[what] = known
+                while len(self._found) > MOST_ANSWERS:
+                    del self._found[next(iter(self._found))]
             return known[1]
 
     def forget(self) -> None:
@@ -230,17 +236,31 @@ async def runs(request: Request) -> JSONResponse:
 
 
 @router.get(PREFIX + "runs/{name}")
-async def curves(name: str, request: Request) -> JSONResponse:
+async def curves(name: str, request: Request) -> Response:
     """Return rows of one run's metrics."""
     file = await _run_folder(name, request) / METRICS
-    return JSONResponse(finite((await asyncio.to_thread(rows_in, file))[-ROWS:]))
+    return await _rendered(request, file, lambda: last_rows(file, ROWS))
 
 
 @router.get(PREFIX + "runs/{name}/samples")
-async def samples(name: str, request: Request) -> JSONResponse:
+async def samples(name: str, request: Request) -> Response:
     """Return the samples of the last evaluation of one run."""
     file = await _run_folder(name, request) / SAMPLES
-    return JSONResponse(finite(await asyncio.to_thread(last_samples, file)))
+    return await _rendered(request, file, lambda: last_samples(file))
+
+
+async def _rendered(
+    request: Request, file: Path, rows: Callable[[], list[dict[str, Any]]]
+) -> Response:
+    """Answer with rows of a file. They are read and rendered in a thread, once for open pages."""
+
+    def made() -> bytes:
+        return json.dumps(finite(rows()), separators=(",", ":")).encode()
+
+    content = await request.app.state.answer_cache.at(
+        str(file), SLOW_S, lambda: asyncio.to_thread(made)
+    )
+    return Response(content, media_type="application/json")
 
 
 async def _run_folder(name: str, request: Request) -> Path:

@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 
 from skyrl_actors.api import archives, translate, wire
 from skyrl_actors.api.access import caller_of, readable
+from skyrl_actors.api.downloads import Download
 from skyrl_actors.api.routes_catalog import checkpoint_path
 from skyrl_actors.api.state import ARCHIVES, state_of
 from skyrl_actors.controller.checkpoints import CheckpointFolders
@@ -87,14 +88,23 @@ async def download(
         signature,
         file,
     )
-    if file:
-        return FileResponse(
-            await asyncio.to_thread(_file_of, state.folders, path, file), filename=file
-        )
-    folder = await asyncio.to_thread(state.folders.existing, path)
+    download = Download(path, state.downloads)
+    try:
+        if file:
+            found = await asyncio.to_thread(_file_of, state.folders, path, file)
+            return download.of(FileResponse(found, filename=file))
+        members = await asyncio.to_thread(_members_of, state.folders, path)
+    except BaseException:
+        download.give_up()
+        raise
     name = f"{path.model_id}-{path.name}.tar".replace(":", "_")
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(archives.tar(folder), media_type="application/x-tar", headers=headers)
+    tar = StreamingResponse(members.tar(), media_type="application/x-tar", headers=headers)
+    return download.of(tar, members.close)
+
+
+def _members_of(folders: CheckpointFolders, path: TinkerPath) -> archives.Members:
+    return archives.opened(folders.existing(path), lambda: folders.version(path))
 
 
 def _file_of(folders: CheckpointFolders, path: TinkerPath, name: str) -> Path:

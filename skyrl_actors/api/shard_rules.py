@@ -73,7 +73,10 @@ def _catalog(arguments: Arguments) -> Target:
 
 
 def _known_keys(arguments: Arguments) -> Target:
-    """A process without keys takes the copy of another shard, if the first one does not answer."""
+    """A process without keys takes the copy of another shard, if the first one does not answer.
+
+    An empty copy is not taken (`ShardedClient`).
+    """
     return Target("first") if arguments[0] else ANY
 
 

@@ -11,7 +11,7 @@ from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.cpu_bound import run_in_thread
 from skyrl_actors.api.credentials import Credentials
-from skyrl_actors.api.open_requests import OpenRequests, most_of_owner
+from skyrl_actors.api.open_requests import MOST_DOWNLOADS, OpenRequests, most_of_owner
 from skyrl_actors.backends.backend import Capabilities, ServedModels
 from skyrl_actors.config.base_configs import BaseConfigs
 from skyrl_actors.config.cluster import ClusterConfig
@@ -51,6 +51,7 @@ class ApiState:
     body_budget: ByteBudget = field(init=False)  # for bodies that are read and decoded
     answer_budget: ByteBudget = field(init=False)  # for answers that are rendered and sent
     open_requests: OpenRequests = field(init=False)
+    downloads: OpenRequests = field(init=False)
     folders: CheckpointFolders = field(init=False)
     long_poll_s: float = field(init=False)
 
@@ -63,6 +64,7 @@ class ApiState:
             ByteBudget(limit, SMALL_BYTES),
         )
         self.open_requests = OpenRequests(most_of_owner(self.config.http))
+        self.downloads = OpenRequests(MOST_DOWNLOADS)
         self.folders = CheckpointFolders(self.config.checkpoint_dir)
         self.long_poll_s = LONG_POLL_S
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
+
+
+def last_rows(file: Path, most: int) -> list[dict[str, Any]]:
+    """Return the last rows of a file of JSON lines. Incomplete lines are left out."""
+    rows: list[dict[str, Any]] = []
+    for line in _lines_from_end(file):
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+        if len(rows) == most:
+            break
+    return rows[::-1]
 
 
 def last_samples(file: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_actors.api import archives
 from skyrl_actors.config.cluster import HttpConfig
-from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest, Unavailable
 from skyrl_actors.messages.paths import TinkerPath
 
 PATH = TinkerPath("s:train:0", "weights", "a")
@@ -30,19 +30,54 @@ def test_the_tar_contains_the_files_of_the_folder(tmp_path: Path):
     # For the service: other tenants may download a published checkpoint.
     (folder / "about.json").write_text('{"copied_from": "tinker://someone/weights/secret"}')
     (folder / "saved_by").write_text("r1")
-    with tarfile.open(fileobj=io.BytesIO(b"".join(archives.tar(folder)))) as members:
+    content = b"".join(archives.Members(folder).tar())
+    with tarfile.open(fileobj=io.BytesIO(content)) as members:
         found = {member.name: members.extractfile(member) for member in members}
         assert {name: file.read() for name, file in found.items() if file} == contents
 
 
 def test_a_file_that_shrinks_during_the_download_is_an_error(tmp_path: Path):
     (tmp_path / "a").write_bytes(bytes(3 * 2**20))
-    parts = archives.tar(tmp_path)
+    parts = archives.Members(tmp_path).tar()
     next(parts)
     next(parts)
     (tmp_path / "a").write_bytes(b"")
     with pytest.raises(OSError, match="became shorter"):
         list(parts)
+
+
+def test_a_tar_has_the_files_of_one_save(tmp_path: Path):
+    """It is saved again while its files are opened, and while they are read."""
+    folder, saves = tmp_path / "last", [0]
+
+    def save() -> None:
+        saves[0] += 1
+        staging = tmp_path / f"new{saves[0]}"
+        staging.mkdir()
+        for name in ("a", "b"):
+            (staging / name).write_text(f"{name}{saves[0]}" * 100_000)
+        if folder.exists():
+            folder.rename(tmp_path / f"old{saves[0]}")
+        staging.rename(folder)
+
+    save()
+    asked = list[int]()
+
+    def version() -> str:
+        asked.append(saves[0])
+        if len(asked) == 2:
+            save()
+        return str(saves[0])
+
+    parts = archives.opened(folder, version).tar()
+    content = next(parts)
+    save()
+    content += b"".join(parts)
+    with tarfile.open(fileobj=io.BytesIO(content)) as members:
+        texts = {m.name: members.extractfile(m) for m in members}
+        assert {n: f.read(2) for n, f in texts.items() if f} == {"a": b"a2", "b": b"b2"}
+    with pytest.raises(Unavailable, match="is being saved again"):
+        archives.opened(folder, lambda: (save(), str(saves[0]))[1])
 
 
 def test_links_are_signed_and_expire(tmp_path: Path):

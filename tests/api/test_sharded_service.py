@@ -269,6 +269,7 @@ async def test_a_shard_that_starts_holds_up_no_list(tmp_path: Path):
 
 async def test_an_internal_fault_of_a_shard_is_no_fault_of_the_others(tmp_path: Path):
     async with service(config_for(tmp_path, shards=TWO)) as made:
+        await session_on(made, 2)  # from here on it is known that there are no keys
         made.shards[0].state = "broken"
         calls = keys_of(made.http)
         assert await calls.list_requests(None, 10) == []
@@ -286,6 +287,20 @@ async def test_a_process_without_keys_takes_those_of_a_shard_that_answers(tmp_pa
         table = await new.calls.known_keys("")
         assert table is not None and [key.name for key in table.keys] == ["ann"]
         await new.close()
+
+
+async def test_nobody_is_let_in_before_it_is_known_whether_there_are_keys(tmp_path: Path):
+    async with service(config_for(tmp_path, shards=TWO)) as made:
+        command = ShardedClient(made.shards)  # it shares nothing, as `skyrl-actors key add`
+        await command.calls.add_key(stored(ANN, "ann"), "eve")
+        await command.close()
+        made.shards[0].state = "dead"
+        for _ in range(2):
+            answer = await made.http.get("/training_runs")
+            assert answer.status_code == 503 and "API keys are not known" in answer.text
+        made.shards[0].state = "alive"
+        await until(lambda: len(made.controllers[1].admin.keys.names()) == 1)
+        assert (await made.http.get("/training_runs")).status_code == 401
 
 
 async def test_a_mode_that_a_shard_missed_is_set_later(tmp_path: Path):
