@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller.payloads import PayloadMemory
 from skyrl_actors.controller.queue import RequestQueue
@@ -29,6 +30,6 @@ def results_of() -> ResultTable:
     return ResultTable(RESULT_TTL_S, RESULT_MEMORY_BYTES)
 
 
-def payloads_of() -> PayloadMemory:
+def payloads_of(config: ClusterConfig) -> PayloadMemory:
     """Return the object that bounds the bytes of payloads in memory."""
-    return PayloadMemory(PAYLOAD_MEMORY_BYTES)
+    return PayloadMemory(PAYLOAD_MEMORY_BYTES, shares=len(config.served()))

@@ -105,7 +105,7 @@ class Controller:
             journal=journal,
             queue=self.queue,
             results=self.results,
-            memory=bounds.payloads_of(),
+            memory=bounds.payloads_of(config),
             completions=self.completions,
             meter=self._meter,
             wall=wall,

@@ -18,6 +18,7 @@ class Op:
     request_id: str
     request: Request | None
     num_bytes: int
+    base_model: str = ""
 
 
 async def test_a_journaled_payload_leaves_memory_when_there_is_no_space():
@@ -50,6 +51,23 @@ async def test_requests_wait_for_memory_in_order_and_a_large_one_runs_alone():
     assert memory.num_bytes == 300 and not small.done()
     memory.end("b")
     await asyncio.wait_for(small, 1)
+
+
+async def test_payloads_of_a_base_model_that_waits_leave_room_for_those_of_others():
+    memory = PayloadMemory(100, small=0, shares=2)
+    await memory.start(Op("a", None, 40, "one"))
+    waiting = asyncio.create_task(memory.start(Op("b", None, 40, "one")))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(memory.start(Op("c", None, 40, "two")), 1)
+    await asyncio.wait_for(memory.start(Op("d", None, 300, "three")), 1)
+    memory.end("c")
+    await asyncio.sleep(0)
+    assert not waiting.done() and memory.num_bytes == 340
+    memory.end("a")
+    await asyncio.wait_for(waiting, 1)
+    for name in ("b", "d"):
+        memory.end(name)
+    assert memory.num_bytes == 0
 
 
 EVENTS = st.lists(
