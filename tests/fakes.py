@@ -209,7 +209,7 @@ class FakeBackend:
     def fault(self) -> str | None:
         return None
 
-    def waiting(self, base_model: str) -> str | None:
+    def waiting(self, base_model: str, request_id: str = "") -> str | None:
         return None
 
     async def status(self) -> dict[str, Any]:

@@ -247,8 +247,11 @@ class Backend(Protocol):
         """Return what cannot be served now; None while all parts are alive."""
         ...
 
-    def waiting(self, base_model: str) -> str | None:
-        """Return why requests of this base model wait for the devices, or None."""
+    def waiting(self, base_model: str, request_id: str = "") -> str | None:
+        """Return why requests of this base model wait for the devices, or None.
+
+        `request_id`: of a sample that may run.
+        """
         ...
 
     async def status(self) -> dict[str, Any]: ...

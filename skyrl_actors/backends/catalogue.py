@@ -209,8 +209,10 @@ class CatalogueBackend:
                 return f"{name}: {fault}"
         return None
 
-    def waiting(self, base_model: str) -> str | None:
+    def waiting(self, base_model: str, request_id: str = "") -> str | None:
         """Return which base models have the devices, and how long that may last."""
+        if request_id in self._sampling:
+            return None
         lock = self._bases.lock
         name = self._bases.name_of(base_model)
         wait_s = lock.wait_s(name)

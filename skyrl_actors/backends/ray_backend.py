@@ -349,9 +349,8 @@ class RayBackend:
 
         with self.parts.engines.versions.using(weights):
             await self.parts.engines.any_healthy(weights, params, bool(pictures))
-            if (
-                self.parts.delivery.transfer.needs_group
-            ):  # weights may have to come from the trainers
+            # Weights may have to come from the trainers.
+            if self.parts.delivery.transfer.needs_group:
                 await self.parts.groups["policy"].up()
             if self.parts.engines.goes_outside(prompt, params, weights, bool(pictures)):
                 return await run(outside=True)
@@ -372,8 +371,8 @@ class RayBackend:
         """Return what cannot be served now."""
         return self._monitoring.fault() if self._monitoring else None
 
-    def waiting(self, base_model: str) -> str | None:
-        """Return None: nothing else wants the devices."""
+    def waiting(self, base_model: str, request_id: str = "") -> str | None:
+        """Nothing else wants the devices."""
         return None
 
     async def status(self) -> dict[str, Any]:

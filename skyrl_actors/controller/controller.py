@@ -82,9 +82,9 @@ class Controller:
         self.config = config
         self.backend = backend
         self.journal = journal
-        self.tenants = TenantTable()
+        self.tenants = tenants = TenantTable()
         self.sweep_s = SWEEP_S
-        self.admin = Administration(config, journal, wall)
+        self.admin = admin = Administration(config, journal, wall)
         self.queue = bounds.queue_of(config.limits, self.admin.quotas.weight)
         self.results = bounds.results_of()
         self.epoch = 0
@@ -115,13 +115,7 @@ class Controller:
         self._tasks = Tasks()
         configs = BaseConfigs(config)
         self._capacity = ModelCapacity(
-            config,
-            configs,
-            self.tenants,
-            self.finish_session,
-            self._tasks.spawn,
-            self.admin,
-            backend.waiting,
+            config, configs, tenants, self.finish_session, self._tasks.spawn, admin, backend.waiting
         )
         self._context = VerbContext(
             config=config,

@@ -80,6 +80,9 @@ class Samples:
         task = self._sampling.get(request_id)
         if task is None:
             return False
+        op = self.ledger.ops.get(request_id)
+        if op is not None and not self._runs(op):
+            op.begun = None  # it has used nothing
         self._cancelled[request_id] = failure
         if request_id in self._begun:  # a task that is cancelled before would never run, nor answer
             task.cancel()
@@ -90,8 +93,14 @@ class Samples:
         failure = Failure(f"session {session_id} was finished before this ran", "user")
         for request_id in list(self._sampling):
             op = self.ledger.ops.get(request_id)
-            if op is not None and op.session_id == session_id and op.begun is None:
+            if op is not None and op.session_id == session_id and not self._runs(op):
                 self._fail(request_id, failure)
+
+    def _runs(self, op: Op) -> bool:
+        """Return whether a sample has got its turn and its base model."""
+        if op.begun is None:
+            return False
+        return self.context.backend.waiting(op.base_model, op.request_id) is None
 
     async def add_sampler(self, entry: SamplerOpened) -> None:
         """Add a sampler, and retire the oldest ones of its model beyond the configured number."""

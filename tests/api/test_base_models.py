@@ -39,7 +39,7 @@ class TwoBases(AnsweringBackend):
         self.opened.append(base_model)
         return SamplerWeights(version=version, base_model=base_model)
 
-    def waiting(self, base_model: str) -> str | None:
+    def waiting(self, base_model: str, request_id: str = "") -> str | None:
         return self.wait if base_model == OTHER else None
 
 

@@ -575,7 +575,7 @@ class SimBackend:
     def end_stream(self, request_id: str) -> None:
         pass
 
-    def waiting(self, base_model: str) -> str | None:
+    def waiting(self, base_model: str, request_id: str = "") -> str | None:
         return None
 
     def fault(self) -> str | None:
