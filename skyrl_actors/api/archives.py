@@ -135,14 +135,13 @@ def opened(folder: Path, version: Callable[[], str]) -> Members:
     `version` returns the present one. Raises Unavailable if it is saved all the time.
     """
     for _ in range(OPENS):
-        before = version()
-        try:
+        with ExitStack() as undo, suppress(FileNotFoundError):  # while it is being replaced
+            before = version()
             members = Members(folder)
-        except FileNotFoundError:  # it is being replaced
-            continue
-        if version() == before:
-            return members
-        members.close()
+            undo.callback(members.close)
+            if version() == before:
+                undo.pop_all()
+                return members
     raise Unavailable("this checkpoint is being saved again; try again")
 
 

@@ -14,7 +14,8 @@ Spread = Literal["session", "key"]
 def client_of(config: ClusterConfig) -> ControllerClient:
     """Return the client of an ingress process. It finds controllers that do not run yet later."""
     names = _names(config.name, config.shards.count)
-    return _client_of([_found(name) for name in names], config.shards.spread, True)
+    shards, has_keys = [_found(name) for name in names], bool(config.http.api_keys)
+    return _client_of(shards, config.shards.spread, True, has_keys)
 
 
 def client_named(service: str, count: int) -> ControllerClient:
@@ -31,9 +32,12 @@ def _found(name: str) -> ControllerClient:
 
 
 def _client_of(
-    shards: Sequence[ControllerClient], spread: Spread = "session", shares: bool = False
+    shards: Sequence[ControllerClient],
+    spread: Spread = "session",
+    shares: bool = False,
+    has_keys: bool = False,
 ) -> ControllerClient:
-    return shards[0] if len(shards) == 1 else ShardedClient(shards, spread, shares)
+    return shards[0] if len(shards) == 1 else ShardedClient(shards, spread, shares, has_keys)
 
 
 def _names(service: str, count: int) -> list[str]:

@@ -40,10 +40,12 @@ class ShardedClient(ControllerClient):
         shards: Sequence[ControllerClient],
         spread: Literal["session", "key"] = "session",
         shares: bool = False,
+        has_keys: bool = False,
     ):
         super().__init__()
         self._shards = shards
         self._spread = spread
+        self._has_keys = has_keys  # in the config, so nobody is let in without one
         self._numbers = range(1, len(shards) + 1)
         self._health = SilentShards(shards)
         self._sharing = Sharing(shards, self._health) if shares else None
@@ -128,7 +130,8 @@ class ShardedClient(ControllerClient):
             except SkyrlActorsError as error:
                 last = Unavailable(f"shard {number}: {error}")
                 continue
-            if method is ControllerCalls.known_keys and number > 1 and not found.keys:
+            is_table = method is ControllerCalls.known_keys and not self._has_keys
+            if is_table and number > 1 and not found.keys:
                 # It may not have got them yet, and without any key everybody is let in.
                 last = Unavailable("API keys are not known now: the first shard does not answer")
                 continue

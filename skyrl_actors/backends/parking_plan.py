@@ -70,17 +70,17 @@ def too_much(config: ClusterConfig, plans: Mapping[str, MemoryPlan]) -> list[str
     parked = {name: _kept_on_device(plan) for name, plan in plans.items()}
     sizes = {name: _peak(plan) - parked[name] for name, plan in plans.items()}
     usable = min((p.usable_bytes for p in plans.values() if p.usable_bytes), default=None)
-    found = list[str]()
-    if parking.max_loaded is not None:
-        try:
-            fit = _max_loaded(plans, parked, sizes, usable)
-        except ConfigError as error:
-            return [str(error)]
-        if fit is not None and parking.max_loaded > fit:
-            found.append(f"parking.max_loaded is {parking.max_loaded}, and the memory holds {fit}")
-    most = parking.max_resident
+    found, most, loaded = list[str](), parking.max_resident, parking.max_loaded
+    if most is None and loaded is None:
+        return found
+    try:
+        fit = _max_loaded(plans, parked, sizes, usable)
+    except ConfigError as error:
+        return [str(error)]
+    if loaded is not None and fit is not None and loaded > fit:
+        found.append(f"parking.max_loaded is {loaded}, and the memory holds {fit}")
     if most is not None and usable is not None:
-        needed = _most(sizes.values(), most) + _most(parked.values(), parking.max_loaded)
+        needed = _most(sizes.values(), most) + _most(parked.values(), loaded or fit)
         if needed > usable:
             found.append(
                 f"parking.max_resident is {most}: the {most} largest base models, beside what "

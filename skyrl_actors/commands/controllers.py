@@ -45,9 +45,15 @@ def shard_names(service: str, at_least: int = 1) -> list[str]:
 
 
 def fetch_checkpoints(config: ClusterConfig) -> None:
-    """Fetch the checkpoints of all shards from the mirror, before a shard uses those of others."""
+    """Fetch the checkpoints of all shards from the mirror, before a shard uses those of others.
+
+    If the mirror does not answer, the shards fetch them later.
+    """
     if config.shards.count > 1:
-        folders_of(config, time.time).alignment.fetch()
+        try:
+            folders_of(config, time.time).alignment.fetch()
+        except OSError as error:
+            print(f"· the mirror of checkpoints does not answer: {error}")
 
 
 async def share_settings(config: ClusterConfig) -> None:

@@ -21,6 +21,7 @@ class Alignment:
         self._runs = runs
         self._mirror = mirror
         self._fetched = fetched
+        self._keeps_all = runs.keeps is keeps_all
 
     def put(self, folder: Path) -> None:
         """Copy a checkpoint to the mirror, if there is one."""
@@ -60,7 +61,14 @@ class Alignment:
 
     def has_runs(self) -> bool:
         """Return whether this machine has training runs."""
-        return bool(self._runs.own())
+        return bool(self._runs.all())
+
+    def lacks_others(self) -> bool:
+        """Return whether checkpoints of other shards are not here, which only these fetch."""
+        if self._mirror is None or self._keeps_all:
+            return False
+        here = {folder for run in self._runs.all() for folder in checkpoints_in(run)}
+        return not self._mirror.whole(keeps_all) <= here
 
     def differing(self) -> list[tuple[str, Path]]:
         """Return id and folder of the runs of which one place has more than the other one."""

@@ -235,15 +235,15 @@ class CheckpointFolders:
         for _ in range(READS):
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            version = self.version(source)
             try:
+                version = self.version(source)
                 for file in self.existing(source).iterdir():
                     if file.name not in OWN_FILES:
                         shutil.copyfile(file, staging / file.name)
+                if self.version(source) == version:
+                    return
             except FileNotFoundError:  # it is being replaced
                 continue
-            if self.version(source) == version:
-                return
         raise Conflict(f"{source} was saved again during each of {READS} attempts to copy it")
 
     def is_public(self, path: TinkerPath) -> bool:
@@ -368,7 +368,8 @@ class CheckpointFolders:
 
 def folders_of(config: ClusterConfig, wall: Callable[[], float]) -> CheckpointFolders:
     """Return the checkpoints of a service, which the controller with this config changes."""
-    return CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror, keeper(config))
+    keeps = keeper(config) if config.shards.count > 1 else keeps_all
+    return CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror, keeps)
 
 
 def _size_of(folder: Path) -> int:

@@ -10,6 +10,7 @@ import logging
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 
+from skyrl_actors.backends.backend import BackendCopy
 from skyrl_actors.controller.ledger import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ledger
 from skyrl_actors.controller.operations import PASSED_ON, Op, Outcome, failed
 from skyrl_actors.controller.progress import Progress
@@ -30,6 +31,7 @@ from skyrl_actors.messages.errors import (
     Unavailable,
     UserError,
 )
+from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.results import Failure
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.log import named
@@ -102,6 +104,9 @@ class Lanes:
         progress = self.replayer.progress.setdefault(model_id, Progress(position=op.number))
         # Before the lock: a sample that holds memory may wait for the lock to replay lost weights.
         await self.ledger.memory.start(op)
+        is_resumed = op.header is not None
+        if is_resumed and op.kind is not None and model_verb(op.kind).can_read_files:
+            progress.suspect = True  # the files may have changed since the ranks read them
         async with progress.lock:
             op.begun = time.monotonic()
             outcome = await self._outcome(op, progress)
@@ -145,15 +150,20 @@ class Lanes:
             try:
                 is_first = not (attempts or faults or progress.suspect)
                 # A restored model could lose its state again before the operation runs, and one
-                # that is filled from files before its snapshot was taken.
+                # that is filled from files before its state was copied.
                 rests = is_first or verb.needs != "state"
-                async with self._holding(op, rests and not verb.reads_files(request)):
+                copy: BackendCopy | None = None
+                if fills := verb.reads_files(request):
+                    await self.replayer.snapshots_written(self._spec_of(op).model_id)
+                async with self._holding(op, rests and not fills):
                     if not is_first:
                         await self._bring_back(op, request, progress, is_down)
                     op.after = progress.position
                     outcome = await verb.execute(op, request, self.context)
-                    if verb.reads_files(request):
-                        await self._snapshot_loaded(op, progress)
+                    if fills:
+                        copy = await self.replayer.copied(self._spec_of(op), op.number)
+                if fills:
+                    await self._snapshot_loaded(op, copy)
                 return outcome
             except PartDown as error:  # nothing was begun, so this is not an attempt
                 progress.suspect = is_down = True
@@ -180,23 +190,26 @@ class Lanes:
     def _holding(self, op: Op, not_needed: bool) -> AbstractAsyncContextManager[None]:
         return nullcontext() if not_needed else self.context.backend.holding(op.base_model)
 
-    async def _snapshot_loaded(self, op: Op, progress: Progress) -> None:
+    async def _snapshot_loaded(self, op: Op, copy: BackendCopy | None) -> None:
         """Write a snapshot of loaded state before the answer.
 
         A replay cannot load the checkpoint again, because it may be overwritten later.
         """
-        assert op.model_id is not None
-        model, before = self.tenants.models[op.model_id], progress.position
+        spec = self._spec_of(op)
         while True:
-            progress.position = op.number
             try:
-                await self.replayer.snapshot_now(model)
+                if copy is None:
+                    copy = await self.replayer.copied(spec, op.number)
+                await self.replayer.write_copy(spec, op.number, copy)
                 return
             except Unavailable as error:
                 log.warning("operation %d waits for its snapshot: %s", op.number, error)
+                copy = None  # the ranks have freed it
                 await asyncio.sleep(LONGEST_PAUSE_S)
-            finally:
-                progress.position = before
+
+    def _spec_of(self, op: Op) -> ModelSpec:
+        assert op.model_id is not None
+        return self.tenants.models[op.model_id].spec
 
     async def _bring_back(
         self, op: Op, request: rq.Request, progress: Progress, is_down: bool

@@ -14,6 +14,7 @@ from skyrl_actors.messages.errors import ConfigError, Unavailable
 log = logging.getLogger(__name__)
 REACH_S = 15.0
 RETRY_S = 10.0
+OTHERS = "other shards have not fetched all their checkpoints yet"
 MISTAKES = (FileNotFoundError, PermissionError)  # a bucket that does not exist, a missing right
 
 
@@ -26,6 +27,8 @@ async def begin(alignment: Alignment, disk: Disk) -> None:
     away = await _why_away(alignment, disk)
     if away is None:
         await disk.write("whole checkpoints", alignment.all)
+        if await disk.write("upkeep", alignment.lacks_others):
+            alignment.away = OTHERS
     elif not await disk.read(alignment.has_runs):
         raise Unavailable(f"the checkpoints cannot be fetched: {away}")
     else:
@@ -40,11 +43,12 @@ async def follow(alignment: Alignment, disk: Disk) -> None:
         try:
             for run_id, run in await disk.run("upkeep", alignment.differing):
                 await disk.change(run_id, "whole checkpoints", alignment.one, run)
+            lacks_others = await disk.run("upkeep", alignment.lacks_others)
         except OSError as error:
             alignment.away = str(error)
             log.warning("the mirror of checkpoints is still away: %s", error)
         else:
-            alignment.away = None
+            alignment.away = OTHERS if lacks_others else None
             log.info("the mirror of checkpoints has been compared")
 
 

@@ -52,7 +52,6 @@ class Operators:
     ):
         self._tenants = context.tenants
         self._capacity = context.capacity
-        self._backend = context.backend
         self._name = context.config.name
         self._mode = context.admin.mode
         self._log = context.admin.log
@@ -75,13 +74,10 @@ class Operators:
             kind=op.kind or "unread",
             target=op.model_id or op.stream,
             owner=owner_of(op.request_id) or owner_of(op.session_id or ""),
-            is_running=op.begun is not None and not self._is_elsewhere(op),
+            is_running=op.begun is not None and not self._samples.waits_for_base(op),
             age_s=round(self._clock() - op.accepted, 3),
             num_bytes=op.num_bytes,
         )
-
-    def _is_elsewhere(self, op: Op) -> bool:
-        return self._backend.waiting(op.base_model, op.request_id) is not None
 
     async def end_session(self, session_id: str, actor: str) -> None:
         """End a session: its queued requests fail, its models and samplers are freed.
@@ -112,10 +108,9 @@ class Operators:
             raise InvalidRequest(f"{request_id} frees a model; it cannot be cancelled")
         waits_for_room = self._capacity.reason(request_id) is not None
         if op.model_id is not None and op.begun is not None and not waits_for_room:
-            what = "waits for its base model" if self._is_elsewhere(op) else "runs on the ranks"
             raise InvalidRequest(
-                f"{request_id} {what} and cannot be stopped; end its session to free the model "
-                "after it"
+                f"{request_id} runs on the ranks, or waits for its base model, and cannot be "
+                "stopped; end its session to free the model after it"
             )
         # Before anything is awaited: it could begin to run meanwhile.
         if op.model_id is not None:

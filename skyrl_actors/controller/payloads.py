@@ -67,9 +67,11 @@ class PayloadMemory:
         if request_id in self._running or payload.num_bytes <= self.small:
             return
         queue = self._queues[base]
-        if self._waiting.pop(request_id, None) is not None:
+        is_kept = self._waiting.pop(request_id, None) is not None
+        if is_kept:
             self._waiting_bytes -= payload.num_bytes
-        elif queue or not self._fits(base, payload.num_bytes):
+        if (queue and not is_kept) or not self._fits(base, payload.num_bytes):
+            payload.request = None  # until there is room for it
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             queue.append((payload.num_bytes, room))
             try:

@@ -259,18 +259,24 @@ class Replayer:
         ):
             await self._begin_snapshot(model.spec, progress)
 
-    async def snapshot_now(self, model: Model) -> None:
-        """Write a snapshot before returning, for operations that cannot be replayed.
-
-        Such an operation read files that can change later. The caller holds the model's lock.
-        Raises StateLost.
-        """
-        progress = self.progress[model.spec.model_id]
+    async def snapshots_written(self, model_id: str) -> None:
+        """Wait until no snapshot of the model is being written."""
+        progress = self.progress[model_id]
         if progress.writing is not None:
             await asyncio.wait([progress.writing])
-        copy = await self.backend.copy_state(model.spec, OpPrecondition(None, progress.position))
-        await self._write_snapshot(model.spec, progress.position, progress.step, copy)
-        progress.snapshot = progress.position
+
+    async def copied(self, spec: ModelSpec, position: int) -> BackendCopy:
+        """Copy the model's state to host memory. The caller holds the model's lock."""
+        return await self.backend.copy_state(spec, OpPrecondition(None, position))
+
+    async def write_copy(self, spec: ModelSpec, position: int, copy: BackendCopy) -> None:
+        """Write a snapshot of an operation that cannot be replayed, because it read files.
+
+        The caller holds the model's lock. Raises StateLost or Unavailable.
+        """
+        progress = self.progress[spec.model_id]
+        await self._write_snapshot(spec, position, progress.step, copy)
+        progress.snapshot = position
 
     async def _begin_snapshot(self, spec: ModelSpec, progress: Progress) -> None:
         position, step = progress.position, progress.step

@@ -98,9 +98,13 @@ class Samples:
 
     def _runs(self, op: Op) -> bool:
         """Return whether a sample has got its turn and its base model."""
-        if op.begun is None:
+        return op.begun is not None and not self.waits_for_base(op)
+
+    def waits_for_base(self, op: Op) -> bool:
+        """Return whether this is a sample whose base model waits for the devices."""
+        if op.request_id not in self._sampling:
             return False
-        return self.context.backend.waiting(op.base_model, op.request_id) is None
+        return self.context.backend.waiting(op.base_model, op.request_id) is not None
 
     async def add_sampler(self, entry: SamplerOpened) -> None:
         """Add a sampler, and retire the oldest ones of its model beyond the configured number."""

@@ -108,7 +108,8 @@ async def service(config: ClusterConfig) -> AsyncIterator[Service]:
     shards = [Shard(controller) for controller in controllers]
     for shard in shards:
         shard.patience_s = 0.5
-    client = ShardedClient(shards, config.shards.spread, shares=True)
+    has_keys = bool(config.http.api_keys)
+    client = ShardedClient(shards, config.shards.spread, shares=True, has_keys=has_keys)
     client.patience_s = 0.5
     app = build_app(ApiState(config, client, logs_of(config)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -301,6 +302,14 @@ async def test_nobody_is_let_in_before_it_is_known_whether_there_are_keys(tmp_pa
         made.shards[0].state = "alive"
         await until(lambda: len(made.controllers[1].admin.keys.names()) == 1)
         assert (await made.http.get("/training_runs")).status_code == 401
+
+
+async def test_keys_of_the_config_need_no_table_of_the_first_shard(tmp_path: Path):
+    config = config_for(tmp_path, shards=TWO, http=HttpConfig(api_keys=(f"ann={ANN}",)))
+    async with service(config) as made:
+        made.shards[0].state = "dead"
+        assert (await made.http.get("/training_runs")).status_code == 401
+        assert (await holder(made.http, ANN).get("/training_runs")).status_code == 200
 
 
 async def test_a_mode_that_a_shard_missed_is_set_later(tmp_path: Path):

@@ -425,3 +425,10 @@ def test_limits_that_allow_more_than_there_is_room_for_are_refused(
     found = too_much(config("refuse"), plans)
     assert [said in text for text in found] == [True] if said else not found
     assert not too_much(config("off"), plans)
+
+
+def test_a_limit_is_compared_with_what_the_plan_keeps_loaded():
+    bases = {f"b{n}": {"base_model": {"type": "tiny", "name": f"b{n}"}} for n in range(12)}
+    plans = {name: plan_of(66, 1, 250, 73) for name in bases}
+    given = {"base_models": bases, "parking": {"max_resident": 1}}
+    assert not too_much(ClusterConfig.model_validate(given), plans)

@@ -15,6 +15,7 @@ from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from tests.backends.test_catalogue import FakeFactory, Parkable
 
@@ -101,3 +102,29 @@ async def test_a_load_keeps_its_base_model_until_its_snapshot_is_taken(service: 
     async with asyncio.timeout(60):
         assert isinstance(await service.asked(request), rs.Loaded)
     assert service.factory.log.count("start a") <= 1
+
+
+async def test_a_load_whose_snapshot_cannot_be_written_holds_up_no_other_base_model(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    journal, away = service.controller.journal, [True]
+    seal = journal.seal_snapshot
+
+    async def sealed(*arguments: Any) -> Any:
+        if away:
+            raise Unavailable("journal.mirror does not answer")
+        return await seal(*arguments)
+
+    monkeypatch.setattr(journal, "seal_snapshot", sealed)
+    path = "tinker://s1:train:0/weights/x"
+    request = rq.LoadWeights(
+        model_id="s1:train:0", path=path, with_optimizer=True, seq_id=STEPS + 2
+    )
+    loading = asyncio.create_task(service.asked(request))
+    await asyncio.sleep(1.0)
+    for number, base in ((7, "b"), (8, "a")):
+        create = rq.CreateModel(spec=spec(number, base), session_id="s1")
+        assert isinstance(await service.asked(create), rs.ModelCreated)
+    assert not loading.done()
+    away.clear()
+    assert isinstance(await loading, rs.Loaded)

@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from skyrl_actors.config.environments import DatasetConfig
 from skyrl_actors.controller import mirroring
-from skyrl_actors.controller.checkpoints import RUN_FILE, SPEC_FILE, CheckpointFolders
+from skyrl_actors.controller.checkpoints import RUN_FILE, SPEC_FILE, CheckpointFolders, keeps_all
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.jobs.datasets import read
 from skyrl_actors.messages.errors import ConfigError, Conflict, NotFound, Unavailable
@@ -315,3 +315,24 @@ async def test_a_mistyped_bucket_is_refused_at_start(tmp_path: Path, s3: str):
     saved(CheckpointFolders(tmp_path / "a"), ONE, b"first")
     with pytest.raises(ConfigError, match=r"checkpoint_mirror cannot be written.*no-such-bucket"):
         await mirroring.begin(folders.alignment, Disk())
+
+
+async def test_a_shard_waits_until_the_checkpoints_of_others_are_here(
+    tmp_path: Path, away: list[str]
+):
+    url = (tmp_path / "there").as_uri()
+    saved(CheckpointFolders(tmp_path / "other machine", mirror_url=url), ONE, b"first")
+    own, all_of_it = (
+        CheckpointFolders(tmp_path / "a", mirror_url=url, keeps=keeps)
+        for keeps in (lambda name: not name.startswith("s1"), keeps_all)
+    )
+    disk = Disk()
+    await mirroring.begin(own.alignment, disk)
+    with pytest.raises(Unavailable, match="other shards have not fetched"):
+        own.existing(ONE)
+    following = asyncio.create_task(mirroring.follow(own.alignment, disk))
+    await asyncio.sleep(0.2)
+    assert not following.done()
+    assert all_of_it.alignment.all() == 1
+    await asyncio.wait_for(following, 10)
+    assert own.existing(ONE)

@@ -70,6 +70,21 @@ async def test_payloads_of_a_base_model_that_waits_leave_room_for_those_of_other
     assert memory.num_bytes == 0
 
 
+async def test_a_kept_payload_beyond_the_share_of_its_base_model_leaves_memory():
+    memory = PayloadMemory(100, small=0, shares=2)
+    first, second = Op("a", SOME, 50, "one"), Op("b", SOME, 50, "one")
+    for op in (first, second):
+        memory.keep(op)
+    await memory.start(first)
+    waiting = asyncio.create_task(memory.start(second))
+    await asyncio.sleep(0)
+    assert second.request is None and memory.num_bytes == 50 and not waiting.done()
+    await asyncio.wait_for(memory.start(Op("c", None, 50, "two")), 1)
+    memory.end("a")
+    await asyncio.wait_for(waiting, 1)
+    assert memory.num_bytes == 100
+
+
 EVENTS = st.lists(
     st.tuples(st.integers(1, 150), st.sampled_from(["run", "cancel", "drain"])), max_size=25
 )

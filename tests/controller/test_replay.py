@@ -458,7 +458,9 @@ async def test_a_state_whose_operations_were_removed_is_not_rebuilt_without_them
             controller,
             await controller.submit(rq.OptimStep(model_id, AdamParams(learning_rate=0.1 * token))),
         )
-    await controller._replayer.snapshot_now(controller.tenants.models[model_id])
+    spec, replayer = controller.tenants.models[model_id].spec, controller._replayer
+    position = replayer.progress[model_id].position
+    await replayer.write_copy(spec, position, await replayer.copied(spec, position))
     journal = controller.journal
     assert isinstance(journal, SqlJournal)
     now = journal.wall()

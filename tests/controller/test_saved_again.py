@@ -1,5 +1,6 @@
 """A checkpoint that is saved again while it is loaded or copied is read as one save."""
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from skyrl_actors.controller.checkpoints import SAVED_BY, CheckpointFolders
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import load_weights
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import Conflict
@@ -58,6 +60,56 @@ async def test_a_load_is_repeated_on_a_restored_model(tmp_path: Path):
     again = verbs.index("load_checkpoint", first + 1)
     assert "create_model" in verbs[first:again], "ranks with different weights were used"
     await controller.close()
+
+
+async def test_a_load_that_cannot_be_checked_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A repeat of the operation alone would get the known result of the ranks."""
+    monkeypatch.setattr(load_weights, "CHECK_PAUSE_S", 0.0)
+    backend = SavedAgain(1)
+    controller = await started(tmp_path, backend)
+    _, model_id, path = await saved_model(controller)
+    faults = [OSError(116, "Stale file handle")] * load_weights.CHECKS
+    check = load_weights.is_saved_again
+
+    def stale(*arguments: Any) -> bool:
+        if faults:
+            raise faults.pop()
+        return check(*arguments)
+
+    monkeypatch.setattr(load_weights, "is_saved_again", stale)
+    request = rq.LoadWeights(model_id=model_id, path=path, seq_id=2, with_optimizer=True)
+    assert isinstance(await done(controller, await controller.submit(request)), rs.Loaded)
+    assert backend.loads == 2 and not faults
+    await controller.close()
+
+
+async def test_a_load_that_a_dead_controller_began_is_repeated(tmp_path: Path):
+    """The ranks report it as applied, and its checkpoint may have been saved again since."""
+    backend = SavedAgain(0)
+    controller = await started(tmp_path, backend)
+    _, model_id, path = await saved_model(controller)
+    request = rq.LoadWeights(model_id=model_id, path=path, seq_id=2, with_optimizer=True)
+    load = backend.load_checkpoint
+
+    async def loaded(*arguments: Any, **named: Any) -> None:
+        await load(*arguments, **named)
+        await asyncio.Event().wait()  # the controller dies here
+
+    backend.load_checkpoint = loaded  # type: ignore[method-assign]
+    request_id = await controller.submit(request)
+    async with asyncio.timeout(10):
+        while not backend.loads:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await controller.abandon()
+    del backend.load_checkpoint
+    again = await started(tmp_path, backend)
+    assert isinstance(await done(again, request_id), rs.Loaded)
+    first = next(i for i, (verb, _) in enumerate(backend.calls) if verb == "load_checkpoint")
+    assert ("create_model", model_id) in backend.calls[first:]
+    assert backend.loads == 2
+    await again.close()
 
 
 async def test_a_model_is_filled_from_one_save(tmp_path: Path):

@@ -66,9 +66,10 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 async def test_a_cancelled_one_is_not_charged(service: Service):
     waiting = await service.sample("a", 1)
+    await service.controller.submit(rq.OptimStep("sb:train:0", AdamParams(), 1))
     await asyncio.sleep(0.1)
     shown = await service.controller.operators.list_requests(None, 9)
-    assert [one.is_running for one in shown] == [True, False]
+    assert [one.is_running for one in shown] == [True, False, True]
     await service.controller.cancel_sample(waiting)
     assert isinstance(await service.answer(waiting), rs.Failure)
     assert (await service.prompt_tokens())["a"] == 0
@@ -96,5 +97,5 @@ async def test_it_ends_with_its_session(service: Service):
 async def test_the_reason_why_a_step_cannot_be_stopped_is_named(service: Service):
     step = await service.controller.submit(rq.OptimStep("sa:train:0", AdamParams(), 1))
     await asyncio.sleep(0.1)
-    with pytest.raises(InvalidRequest, match="waits for its base model and cannot be stopped"):
+    with pytest.raises(InvalidRequest, match="waits for its base model, and cannot be stopped"):
         await service.controller.operators.cancel_request(step, "eve")

@@ -1,5 +1,6 @@
 """Load a checkpoint into a model."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from skyrl_actors.controller.verbs.verb import (
     VerbContext,
 )
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import Corrupt, InvalidRequest, StateLost
+from skyrl_actors.messages.errors import Corrupt, InvalidRequest, StateLost, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path, refuse_export
 from skyrl_actors.messages.requests import LoadWeights
+
+CHECKS, CHECK_PAUSE_S = 10, 0.5
 
 
 class LoadWeightsVerb(ModelVerb[LoadWeights]):
@@ -97,10 +100,17 @@ async def check_loaded(
 ) -> None:
     """Raise StateLost if a checkpoint was saved again since it had this version.
 
-    Then some ranks may have loaded the old weights, and others the new ones.
+    Then some ranks may have loaded the old weights, and others the new ones. A repeat of the
+    operation would not load them again, so what cannot be read counts as saved again.
     """
-    if await disk.read(is_saved_again, folders, path, version):
-        raise StateLost(f"{path} was saved again while it was loaded")
+    for _ in range(CHECKS):
+        try:
+            if await disk.read(is_saved_again, folders, path, version):
+                raise StateLost(f"{path} was saved again while it was loaded")
+            return
+        except Unavailable:
+            await asyncio.sleep(CHECK_PAUSE_S)
+    raise StateLost(f"{path} cannot be read again after it was loaded")
 
 
 async def _loadable(
