@@ -153,8 +153,9 @@ class Lanes:
                 # that is filled from files before its state was copied.
                 rests = is_first or verb.needs != "state"
                 copy: BackendCopy | None = None
-                if fills := verb.reads_files(request):
-                    await self.replayer.snapshots_written(self._spec_of(op).model_id)
+                fills = verb.reads_files(request)
+                if fills and progress.writing is not None:  # one copy at a time is in host memory
+                    await asyncio.wait([progress.writing])
                 async with self._holding(op, rests and not fills):
                     if not is_first:
                         await self._bring_back(op, request, progress, is_down)

@@ -259,12 +259,6 @@ class Replayer:
         ):
             await self._begin_snapshot(model.spec, progress)
 
-    async def snapshots_written(self, model_id: str) -> None:
-        """Wait until no snapshot of the model is being written."""
-        progress = self.progress[model_id]
-        if progress.writing is not None:
-            await asyncio.wait([progress.writing])
-
     async def copied(self, spec: ModelSpec, position: int) -> BackendCopy:
         """Copy the model's state to host memory. The caller holds the model's lock."""
         return await self.backend.copy_state(spec, OpPrecondition(None, position))

@@ -168,6 +168,27 @@ async def test_a_failed_create_leaves_no_model(controller: Controller):
     assert not controller.tenants.models
 
 
+async def test_a_load_into_a_model_whose_creation_failed_says_so(controller: Controller):
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    _, model_id = await model_in(controller)
+    save = rq.SaveWeights(model_id=model_id, name="a", seq_id=1)
+    saved = await done(controller, await controller.submit(save))
+    assert isinstance(saved, rs.Saved)
+    session = await controller.create_session()
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+    backend.failing.add("create_model")
+    backend.go.clear()
+    create = await controller.submit(rq.CreateModel(spec=spec, session_id=session))
+    load = await controller.submit(
+        rq.LoadWeights(model_id=spec.model_id, path=saved.path, with_optimizer=False, seq_id=1)
+    )
+    backend.go.set()
+    assert isinstance(await done(controller, create), rs.Failure)
+    failed = await done(controller, load)
+    assert isinstance(failed, rs.Failure) and failed.category == "user"
+    assert spec.model_id in failed.message and "KeyError" not in failed.message
+
+
 async def test_finishing_a_session_frees_its_models_and_samplers(controller: Controller):
     session, model_id = await model_in(controller)
     _, other = await model_in(controller)

@@ -285,9 +285,9 @@ async def test_a_machine_without_checkpoints_waits_for_the_mirror(tmp_path: Path
 
 
 async def test_nothing_is_saved_under_a_name_that_the_mirror_may_have(
-    tmp_path: Path, away: list[str]
+    tmp_path: Path, away: list[str], url: str
 ):
-    folders = CheckpointFolders(tmp_path / "a", mirror_url=(tmp_path / "there").as_uri())
+    folders = CheckpointFolders(tmp_path / "a", mirror_url=url)
     saved(folders, ONE, b"first")
     saved(folders, TWO, b"second")
     shutil.rmtree(folders.folder(TWO))
@@ -303,11 +303,15 @@ async def test_nothing_is_saved_under_a_name_that_the_mirror_may_have(
         with pytest.raises(Unavailable):
             unknown()
     folders.to_save(ONE, True, "r1")
+    plain = CheckpointFolders(tmp_path / "a")
+    saved(plain, TinkerPath("s1:train:0", "weights", "three"), b"third")
     away.clear()
     await mirroring.follow(folders.alignment, disk)
     with pytest.raises(Conflict):
         folders.to_save(TWO, False, "r1")
     assert (folders.existing(TWO) / "model.safetensors").read_bytes() == b"second"
+    there = CheckpointFolders(tmp_path / "b", mirror_url=url)
+    assert there.alignment.all() == 3
 
 
 async def test_a_mistyped_bucket_is_refused_at_start(tmp_path: Path, s3: str):
