@@ -46,7 +46,11 @@ class SftConfig(Supervised):
         default=None,
         description="column with chats; null = use prompt_column and completion_column",
     )
-    completion_column: str = Field(default="completion", description="column with the answer")
+    completion_column: str = Field(
+        default="completion",
+        description="column with the answer: a text, or a chat that ends with it and has no turns "
+        "before it that the prompt lacks",
+    )
 
 
 class Preferences(Supervised):
