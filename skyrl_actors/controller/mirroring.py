@@ -49,7 +49,7 @@ async def follow(alignment: Alignment, disk: Disk) -> None:
             log.warning("the mirror of checkpoints is still away: %s", error)
         else:
             alignment.away = OTHERS if lacks_others else None
-            log.info("the mirror of checkpoints has been compared")
+            log.info("the mirror was compared: %s", alignment.away or "all checkpoints are here")
 
 
 async def _why_away(alignment: Alignment, disk: Disk) -> str | None:

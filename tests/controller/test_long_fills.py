@@ -42,12 +42,14 @@ class Slow(FakeFactory):
 
 
 class Service:
-    def __init__(self, folder: Path):
+    """A service with base models a and b, of which one is on the devices."""
+
+    def __init__(self, folder: Path, factory: FakeFactory):
         bases = {name: {"base_model": {"type": "tiny", "name": name}} for name in "ab"}
         config = ClusterConfig.model_validate(
             {"base_models": bases, "checkpoint_dir": folder / "checkpoints"}
         )
-        self.factory = Slow("ab")
+        self.factory = factory
         backend = CatalogueBackend(self.factory, self.factory.log.append, attempts=5)
         journal = SqlJournal(JournalConfig(folder=folder / "journal"), KINDS)
         self.controller = Controller(config, backend, journal)
@@ -69,7 +71,7 @@ def spec(number: int, base: str) -> ModelSpec:
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     """A service with a trained model of base a, while another client trains one of base b."""
-    made = Service(tmp_path)
+    made = Service(tmp_path, Slow("ab"))
     await made.controller.start()
     await made.controller.create_session("s1")
     for number, base in enumerate("ab"):

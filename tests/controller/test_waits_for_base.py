@@ -6,30 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_actors.backends.catalogue import CatalogueBackend
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
-from skyrl_actors.controller.controller import Controller
-from skyrl_actors.controller.verbs import KINDS
-from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from tests.backends.test_catalogue import FakeFactory
+from tests.controller.test_long_fills import Service
 
 
-class Service:
+class Waiting(Service):
     """Base b has a long sample, and base a is parked."""
-
-    def __init__(self, folder: Path):
-        bases = {name: {"base_model": {"type": "tiny", "name": name}} for name in "ab"}
-        config = ClusterConfig.model_validate(
-            {"base_models": bases, "checkpoint_dir": folder / "checkpoints"}
-        )
-        self.factory = FakeFactory("ab")
-        backend = CatalogueBackend(self.factory, self.factory.log.append, attempts=5)
-        journal = SqlJournal(JournalConfig(folder=folder / "journal"), KINDS)
-        self.controller = Controller(config, backend, journal)
 
     async def sample(self, base: str, number: int) -> str:
         params = rq.SamplingParams(max_tokens=50)
@@ -46,8 +32,8 @@ class Service:
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    made = Service(tmp_path)
+async def service(tmp_path: Path) -> AsyncIterator[Waiting]:
+    made = Waiting(tmp_path, FakeFactory("ab"))
     controller = made.controller
     await controller.start()
     for base in "ab":
@@ -64,7 +50,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     await controller.abandon()
 
 
-async def test_a_cancelled_one_is_not_charged(service: Service):
+async def test_a_cancelled_one_is_not_charged(service: Waiting):
     waiting = await service.sample("a", 1)
     await service.controller.submit(rq.OptimStep("sb:train:0", AdamParams(), 1))
     await asyncio.sleep(0.1)
@@ -75,7 +61,7 @@ async def test_a_cancelled_one_is_not_charged(service: Service):
     assert (await service.prompt_tokens())["a"] == 0
 
 
-async def test_a_running_one_is_charged_while_its_base_model_leaves(service: Service):
+async def test_a_running_one_is_charged_while_its_base_model_leaves(service: Waiting):
     await service.sample("a", 1)  # so that b has to leave
     await asyncio.sleep(0.1)
     running = next(iter(service.controller._ledger.ops))
@@ -84,7 +70,7 @@ async def test_a_running_one_is_charged_while_its_base_model_leaves(service: Ser
     assert (await service.prompt_tokens())["b"] == 100
 
 
-async def test_it_ends_with_its_session(service: Service):
+async def test_it_ends_with_its_session(service: Waiting):
     waiting = await service.sample("a", 1)
     await asyncio.sleep(0.1)
     ending = asyncio.create_task(service.controller.finish_session("sa"))
@@ -94,7 +80,7 @@ async def test_it_ends_with_its_session(service: Service):
     await ending
 
 
-async def test_the_reason_why_a_step_cannot_be_stopped_is_named(service: Service):
+async def test_the_reason_why_a_step_cannot_be_stopped_is_named(service: Waiting):
     step = await service.controller.submit(rq.OptimStep("sa:train:0", AdamParams(), 1))
     await asyncio.sleep(0.1)
     with pytest.raises(InvalidRequest, match="waits for its base model, and cannot be stopped"):
