@@ -268,8 +268,9 @@ async def test_a_service_with_checkpoints_starts_while_the_mirror_is_away(
         assert not list((tmp_path / "there").rglob("three"))
         away.clear()
         async with asyncio.timeout(20):
-            while (await asked(TWO))[0] != 200:  # noqa: ASYNC110
+            while (await http.get("/training_runs")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+        assert (await asked(TWO))[0] == 200
         assert (await http.get("/training_runs/s3:train:0")).status_code == 404
         assert len(list((tmp_path / "there").rglob("three/WHOLE"))) == 1
 
