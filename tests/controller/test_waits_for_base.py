@@ -23,6 +23,15 @@ class Waiting(Service):
         request = rq.Sample(sampler_id=sampler_id, prompt=(1,) * 100, params=params, seq_id=number)
         return await self.controller.submit(request)
 
+    async def shows(self, *running: bool) -> None:
+        """Wait until the open requests, by age, run or do not run."""
+        async with asyncio.timeout(20):
+            while True:
+                shown = await self.controller.operators.list_requests(None, 9)
+                if [one.is_running for one in shown] == [*running]:
+                    return
+                await asyncio.sleep(0.01)
+
     async def answer(self, request_id: str) -> rs.Result | None:
         return await self.controller.answers.whole(request_id, 5)
 
@@ -44,7 +53,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Waiting]:
         await controller.open_sampler(f"s{base}:sample:0", f"s{base}", base, None)
     made.factory.built["b"].go.clear()
     await made.sample("b", 1)
-    await asyncio.sleep(0.1)
+    await made.shows(True)
     yield made
     made.factory.built["b"].go.set()
     await controller.abandon()
@@ -53,9 +62,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Waiting]:
 async def test_a_cancelled_one_is_not_charged(service: Waiting):
     waiting = await service.sample("a", 1)
     await service.controller.submit(rq.OptimStep("sb:train:0", AdamParams(), 1))
-    await asyncio.sleep(0.1)
-    shown = await service.controller.operators.list_requests(None, 9)
-    assert [one.is_running for one in shown] == [True, False, True]
+    await service.shows(True, False, True)
     await service.controller.cancel_sample(waiting)
     assert isinstance(await service.answer(waiting), rs.Failure)
     assert (await service.prompt_tokens())["a"] == 0
@@ -82,6 +89,6 @@ async def test_it_ends_with_its_session(service: Waiting):
 
 async def test_the_reason_why_a_step_cannot_be_stopped_is_named(service: Waiting):
     step = await service.controller.submit(rq.OptimStep("sa:train:0", AdamParams(), 1))
-    await asyncio.sleep(0.1)
+    await service.shows(True, True)
     with pytest.raises(InvalidRequest, match="waits for its base model, and cannot be stopped"):
         await service.controller.operators.cancel_request(step, "eve")
