@@ -6,8 +6,9 @@ Real: controller, journal with its files, retention, fair queues, batches of the
 the choice of an engine. Simulated: time, passes, engines (128 of 4 GPUs) and clients. Threads run
 in place, because virtual time passes only between callbacks.
 
-Tokens are counted in units of 8: an answer of 4,096 tokens is an array of 512. The engines can
-sample less than the tenants ask for, so what each tenant gets is decided by the queues.
+Tokens are counted in units of 8: an answer of 4,096 tokens is an array of 512. With `--unit 64` the
+journal of a day fits on a disk of 32 GiB. The engines can sample less than the tenants ask for, so
+what each tenant gets is decided by the queues.
 """
 
 import argparse
@@ -72,10 +73,11 @@ class Kind:
     loops: int
 
 
+PROMPT_TOKENS = 512
 KINDS_OF_TENANTS = (
-    Kind("light", 700, prompts=4, samples=8, longest=256, pause_s=600.0, loops=1),
-    Kind("steady", 250, prompts=32, samples=8, longest=1024, pause_s=0.0, loops=2),
-    Kind("bursty", 50, prompts=128, samples=8, longest=1024, pause_s=0.0, loops=2),
+    Kind("light", 700, prompts=4, samples=8, longest=2048, pause_s=600.0, loops=1),
+    Kind("steady", 250, prompts=32, samples=8, longest=8192, pause_s=0.0, loops=2),
+    Kind("bursty", 50, prompts=128, samples=8, longest=8192, pause_s=0.0, loops=2),
 )
 
 
@@ -147,7 +149,8 @@ class Tenant:
                 group.create_task(self.sample(controller, sampler))
                 for _ in range(self.kind.prompts)
             ]
-        lengths = [length + 64 for one in asked for length in one.result()]
+        prompt = PROMPT_TOKENS // self.farm.unit
+        lengths = [length + prompt for one in asked for length in one.result()]
         await self.run(
             controller,
             rq.ForwardBackward(
@@ -163,9 +166,10 @@ class Tenant:
         self.steps += 1
 
     async def sample(self, controller: Controller, sampler: str) -> list[int]:
-        prompt = tuple(self.chance.randrange(152_000) for _ in range(64))
+        unit = self.farm.unit
+        prompt = tuple(self.chance.randrange(152_000) for _ in range(PROMPT_TOKENS // unit))
         params = rq.SamplingParams(
-            max_tokens=self.kind.longest, num_samples=self.kind.samples, seed=self.seq
+            max_tokens=self.kind.longest // unit, num_samples=self.kind.samples, seed=self.seq
         )
         result = await self.run(
             controller,
@@ -303,7 +307,7 @@ def _rows(journal: Any) -> int:
 
 
 async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    farm = Farm(options.seed, options.slow, options.engines)
+    farm = Farm(options.seed, options.slow, options.engines, options.unit)
     controller, _ = await started(folder, farm, options.retention_s)
     kinds = [
         kind
@@ -327,6 +331,7 @@ async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     found = {
         "slow": options.slow,
         "tenants": len(tenants),
+        "unit": options.unit,
         "jain": recorder.jain(),
         "hours": options.hours,
         "restart_s": round(restart_s, 2),
@@ -370,6 +375,7 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=900.0)
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--engines", type=int, default=128)
+    parser.add_argument("--unit", type=int, choices=(8, 16, 32, 64), default=8)
     parser.add_argument("--retention-s", type=float, default=1800.0)
     parser.add_argument("--slow", choices=("sampling", "training"), default="sampling")
     parser.add_argument("--plot", type=Path, help="also draw the readings in this SVG file")

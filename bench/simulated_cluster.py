@@ -26,8 +26,8 @@ from tests.fakes import FakeBackend, changed
 from tests.simulation.clock import NoSelector
 
 PLACES = 256  # sequences that one engine runs at once
-ENGINE_TOKENS_S, SEQUENCE_TOKENS_S = 500.0, 7.5  # in units of 8 tokens
-TRAIN_TOKENS_S, PASS_S, PASS_TOKENS = 400_000.0, 0.05, 131_072
+ENGINE_TOKENS_S, SEQUENCE_TOKENS_S = 4000.0, 60.0
+TRAIN_TOKENS_S, PASS_S, PASS_TOKENS = 3_200_000.0, 0.05, 1_048_576
 STEP_S, EXPORT_S = 0.02, 0.05
 
 
@@ -77,11 +77,11 @@ class Engine(StubEngine):
         await self._enter(params.num_samples)
         self._farm.began(request_id.rpartition(".")[0], "sample")
         lengths = self._farm.lengths(params)
-        rate = min(SEQUENCE_TOKENS_S, ENGINE_TOKENS_S / self._running)
+        rate = min(SEQUENCE_TOKENS_S, ENGINE_TOKENS_S / self._running) / self._farm.unit
         for length in lengths:
             asyncio.get_running_loop().call_later(length / rate, self._leave, 1)
         await asyncio.sleep(max(lengths) / rate)
-        self._farm.busy_s += sum(lengths) / ENGINE_TOKENS_S
+        self._farm.busy_s += sum(lengths) * self._farm.unit / ENGINE_TOKENS_S
         sequences = tuple(
             Sequence(tokens=TOKENS[:n], logprobs=ONES[:n], stop_reason="stop") for n in lengths
         )
@@ -103,17 +103,21 @@ class Engine(StubEngine):
             turn.set_result(None)
 
 
-TOKENS, ONES = np.full(1024, 7, np.int32), np.full(1024, -1.0, np.float32)
+TOKENS, ONES = np.full(8192, 7, np.int32), np.full(8192, -1.0, np.float32)
 
 
 class Farm(FakeBackend):
-    """The training group and the engines of the cluster."""
+    """The training group and the engines of the cluster.
 
-    def __init__(self, seed: int, slow: str, num_engines: int):
+    `unit`: the number of tokens that one entry of an array stands for.
+    """
+
+    def __init__(self, seed: int, slow: str, num_engines: int, unit: int):
         super().__init__()
+        self.unit = unit
         self._chance = random.Random(seed)
         is_slow = slow == "training"
-        self.train_tokens_s = TRAIN_TOKENS_S / 20 if is_slow else TRAIN_TOKENS_S
+        self._train_tokens_s = (TRAIN_TOKENS_S / 20 if is_slow else TRAIN_TOKENS_S) / unit
         self.shortest = 0.02 if is_slow else 1.0  # of answers, as a part of what they would be
         self.busy_s = 0.0  # of all engines
         self.sent: dict[str, tuple[float, str]] = {}  # when and by which kind of tenant
@@ -121,7 +125,7 @@ class Farm(FakeBackend):
         check = LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print)
         self.pool = EnginePool("scale", EngineConfig(), Path("/"), nothing, check)
         self.pool.engines = [Engine(number, self) for number in range(num_engines)]
-        self._batcher = Batcher(self._compute, PASS_TOKENS)
+        self._batcher = Batcher(self._compute, PASS_TOKENS // unit)
         self._group = asyncio.Lock()
 
     def began(self, request_id: str, verb: str) -> None:
@@ -137,7 +141,7 @@ class Farm(FakeBackend):
         ]
 
     async def start(self, epoch: int) -> ServedModels:
-        longest = {"max_context_tokens": 4096, "max_sample_tokens": 4096}
+        longest = {"max_context_tokens": 32_768, "max_sample_tokens": 32_768}
         return changed(await super().start(epoch), vocab_size=152_000, **longest)
 
     async def _used(self, seconds: float) -> None:
@@ -169,7 +173,7 @@ class Farm(FakeBackend):
         for call in calls:
             self.began(call.precondition.request_id, "forward_backward")
         tokens = sum(call.columns.num_tokens for call in calls)
-        await self._used(PASS_S + tokens / self.train_tokens_s)
+        await self._used(PASS_S + tokens / self._train_tokens_s)
         return [
             LossOutput(
                 offsets=call.columns.offsets,
