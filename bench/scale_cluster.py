@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,13 +201,15 @@ def jain(shares: list[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(x * x for x in shares))
 
 
-def controller_on(folder: Path, farm: Farm, retention_s: float) -> Controller:
+def controller_on(folder: Path, farm: Farm, options: argparse.Namespace) -> Controller:
     places = len(farm.pool.engines) * PLACES
     config = ClusterConfig(
         checkpoint_dir=folder / "checkpoints",
         critic=None,
         journal=JournalConfig(
-            folder=folder / "journal", retention_s=retention_s, snapshot_operations=100
+            folder=folder / "journal",
+            retention_s=options.retention_s,
+            snapshot_operations=options.snapshot_operations,
         ),
         lora=LoraConfig(max_adapters=1024),
         limits=LimitsConfig(samples_in_flight=places, open_requests=65_536),
@@ -215,23 +218,29 @@ def controller_on(folder: Path, farm: Farm, retention_s: float) -> Controller:
     controller = Controller(config, farm, journal, wall=wall)
     pools: Any = dict.fromkeys(controller._disk._pools, InPlace())
     controller._disk._pools = pools
-    controller._examiner._threads = InPlace()
+    in_place(controller._examiner)
     return controller
 
 
-def in_place(journal: Any) -> None:
-    journal._commits._writer = InPlace()
-    journal._store._packer = InPlace()
+def in_place(part: Any) -> None:
+    """Replace the thread pools of a part of the service."""
+    for name, value in list(vars(part).items()):
+        if isinstance(value, ThreadPoolExecutor):
+            setattr(part, name, InPlace())
 
 
-async def started(folder: Path, farm: Farm, retention_s: float) -> tuple[Controller, float]:
-    controller = controller_on(folder, farm, retention_s)
+async def started(
+    folder: Path, farm: Farm, options: argparse.Namespace
+) -> tuple[Controller, float]:
+    controller = controller_on(folder, farm, options)
     began = time.perf_counter()
     opening = controller.journal.open
 
     async def opened(*arguments: Any) -> Any:
         state = await opening(*arguments)
-        in_place(controller.journal)
+        journal: Any = controller.journal
+        for part in (journal, journal._commits, journal._store):
+            in_place(part)
         return state
 
     controller.journal.open = opened  # type: ignore[method-assign]
@@ -308,7 +317,7 @@ def _rows(journal: Any) -> int:
 
 async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     farm = Farm(options.seed, options.slow, options.engines, options.unit)
-    controller, _ = await started(folder, farm, options.retention_s)
+    controller, _ = await started(folder, farm, options)
     kinds = [
         kind
         for kind in KINDS_OF_TENANTS
@@ -327,7 +336,7 @@ async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     for one in living:
         one.cancel()
     await controller.journal.close()
-    again, restart_s = await started(folder, farm, options.retention_s)
+    again, restart_s = await started(folder, farm, options)
     found = {
         "slow": options.slow,
         "tenants": len(tenants),
@@ -369,6 +378,12 @@ def plot(found: dict[str, Any], path: Path) -> None:
     plt.savefig(path)
 
 
+def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """End the simulation at the first error in the background."""
+    loop.default_exception_handler(context)
+    loop.stop()  # run_until_complete raises
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=2.0)
@@ -377,6 +392,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=128)
     parser.add_argument("--unit", type=int, choices=(8, 16, 32, 64), default=8)
     parser.add_argument("--retention-s", type=float, default=1800.0)
+    parser.add_argument("--snapshot-operations", type=int, default=100)
     parser.add_argument("--slow", choices=("sampling", "training"), default="sampling")
     parser.add_argument("--plot", type=Path, help="also draw the readings in this SVG file")
     parser.add_argument("--seed", type=int, default=1)
@@ -385,6 +401,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as scratch:
         loop = VirtualLoop()
         asyncio.set_event_loop(loop)
+        loop.set_exception_handler(failed)
         found = loop.run_until_complete(simulated(options, Path(scratch)))
         emit("scale_cluster", found)
         if options.plot:

@@ -40,7 +40,7 @@ def result_of(results: Path, *command: str) -> Any:
 @pytest.mark.slow
 def test_the_simulated_cluster_runs(tmp_path: Path):
     sizes = ["--hours", "0.1", "--every-s", "120", "--tenants", "20", "--engines", "3"]
-    found = result_of(tmp_path, "bench.scale_cluster", *sizes)
+    found = result_of(tmp_path, "bench.scale_cluster", *sizes, "--snapshot-operations", "1")
     assert [one["hour"] for one in found["readings"]] == [0.03, 0.07, 0.1]
     assert found["steps"]["light"] > 0
 
