@@ -243,7 +243,14 @@ def journal(
 
 
 @app.command(rich_help_panel=operator_commands.PANEL)
-def upgrade(config: Config, overrides: Overrides = None) -> None:
+def upgrade(
+    config: Config,
+    overrides: Overrides = None,
+    drop_keys: Annotated[
+        bool,
+        typer.Option("--drop-keys", help="let configured API keys end that the given config lacks"),
+    ] = False,
+) -> None:
     """Let a running service use the installed version, without losing a client.
 
     Install the new version where the service runs, then run this with the service's config.
@@ -253,7 +260,7 @@ def upgrade(config: Config, overrides: Overrides = None) -> None:
     """
     from skyrl_actors.commands.upgrade import run
 
-    run(config, overrides or [])
+    run(config, overrides or [], drop_keys)
 
 
 @app.command(rich_help_panel=operator_commands.PANEL)

@@ -12,7 +12,7 @@ from skyrl_actors.api.credentials import Grant
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.errors import NotFound, UserError
-from skyrl_actors.messages.keys import Role
+from skyrl_actors.messages.keys import Act, Role
 from skyrl_actors.messages.paths import TinkerPath, is_id, owner_mark, owner_of
 
 
@@ -71,12 +71,21 @@ async def readable(request: Request, path: TinkerPath, token: str | None = None)
     state, caller = state_of(request), caller_of(request)
     grant = await grant_of_credential(state, token) if token else None
     is_shared = grant is not None and owner_of(path.model_id) == grant.owner
+    await note_admin(request, "read", path.model_id, path)
     if caller.owns(path.model_id) or is_shared:
         return path
     if await is_public(state, path):
         await state.client.calls.note_access("read", caller.owner or "", str(path))
         return path
     raise NotFound(f"no checkpoint {path}")
+
+
+async def note_admin(request: Request, act: Act, id_: str, path: TinkerPath | None = None) -> None:
+    """Record an act of an admin on what another key owns: an id, or a path of this model."""
+    caller = caller_of(request)
+    if caller.role == "admin" and owner_of(id_) != caller.owner:
+        subject = id_ if path is None else str(path)
+        await state_of(request).client.calls.note_access(act, caller.owner or "", subject)
 
 
 async def is_public(state: ApiState, path: TinkerPath) -> bool:

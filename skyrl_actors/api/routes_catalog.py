@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 
 from skyrl_actors.api import wire
-from skyrl_actors.api.access import Caller, caller_of
+from skyrl_actors.api.access import Caller, caller_of, note_admin
 from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Corrupt, InvalidRequest, NotFound
@@ -134,16 +134,18 @@ async def _set_public(path: TinkerPath, public: bool, request: Request) -> dict[
 @router.put("/training_runs/{run_id}/checkpoints/{checkpoint:path}/ttl")
 async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request) -> dict[str, Any]:
     """Set the time after which a checkpoint is removed; null = never."""
-    await state_of(request).client.catalog.set_ttl(
-        _own_path(run_id, checkpoint, request), body.ttl_seconds
-    )
+    path = _own_path(run_id, checkpoint, request)
+    await note_admin(request, "expire", run_id, path)
+    await state_of(request).client.catalog.set_ttl(path, body.ttl_seconds)
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}")
 async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
     """Remove a checkpoint."""
-    await state_of(request).client.catalog.delete(_own_path(run_id, checkpoint, request))
+    path = _own_path(run_id, checkpoint, request)
+    await note_admin(request, "delete", run_id, path)
+    await state_of(request).client.catalog.delete(path)
     return {}
 
 

@@ -224,9 +224,9 @@ async def act(request: Request) -> JSONResponse:
 
 @router.get(PREFIX + "runs")
 async def runs(request: Request) -> JSONResponse:
-    """List jobs' runs in `http.console`; with keys configured, only for requests with a key."""
+    """List jobs' runs in `http.console`; with keys configured, only for admins."""
     folder = state_of(request).config.http.console
-    if not (await viewer_of(request)).is_known or folder is None:
+    if not (await viewer_of(request)).all or folder is None:
         return JSONResponse([])
     return JSONResponse(
         await request.app.state.answer_cache.at(
@@ -267,7 +267,7 @@ async def _run_folder(name: str, request: Request) -> Path:
     """Return the folder of a run that this viewer may see. Raises NotFound."""
     folder = state_of(request).config.http.console
     if (
-        not (await viewer_of(request)).is_known
+        not (await viewer_of(request)).all
         or folder is None
         or name not in await asyncio.to_thread(_names, folder)
     ):

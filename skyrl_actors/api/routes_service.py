@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from skyrl_actors.api import wire
-from skyrl_actors.api.access import caller_of
+from skyrl_actors.api.access import caller_of, note_admin
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import token_for
 from skyrl_actors.messages.catalog import SessionLabels
@@ -130,6 +130,7 @@ async def session_heartbeat(body: wire.SessionRef, request: Request) -> JSONResp
 async def finish(session_id: str, body: wire.FinishSession, request: Request) -> dict[str, Any]:
     """End a session, with its outcome. Its models and samplers are freed."""
     caller_of(request).own(session_id, "session")
+    await note_admin(request, "end", session_id)
     await state_of(request).client.calls.finish_session(session_id, body.reason.type, body.detail)
     return {}
 

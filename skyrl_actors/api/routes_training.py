@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from skyrl_actors.api import codec, translate, wire
-from skyrl_actors.api.access import caller_of, readable
+from skyrl_actors.api.access import caller_of, note_admin, readable
 from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_process, run_in_thread, run_sized
 from skyrl_actors.api.parts import check_json_size, check_proto_size
 from skyrl_actors.api.pictures import PictureReader
@@ -176,6 +176,8 @@ async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, An
 @router.post("/unload_model")
 async def unload_model(body: wire.ModelRef, request: Request) -> dict[str, Any]:
     """Free a model."""
+    caller_of(request).own(body.model_id, "model")
+    await note_admin(request, "unload", body.model_id)
     return await _submitted(request, Unload(body.model_id))
 
 

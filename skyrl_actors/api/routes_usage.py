@@ -17,7 +17,7 @@ from skyrl_actors.api.routes_catalog import iso
 from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, SessionEntry
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.keys import ACCESSES, AuditEntry
+from skyrl_actors.messages.keys import ACCESSES, Act, AuditEntry
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.usage import HOUR_S, Usage
 
@@ -25,7 +25,7 @@ router = APIRouter()
 LONGEST = timedelta(days=14)
 MOST_ACTS = 10_000  # of a day: acts of operators, and as many accesses to checkpoints
 LAST_YEAR = 9000
-RESOURCES = {
+RESOURCES: dict[Act, str] = {
     "add": "api_key",
     "revoke": "api_key",
     "rotate": "api_key",
@@ -35,7 +35,8 @@ RESOURCES = {
     "pause": "service",
     "drain": "service",
     "resume": "service",
-    **dict.fromkeys(ACCESSES, "checkpoint"),
+    "unload": "model",
+    **dict.fromkeys((*ACCESSES, "delete", "expire"), "checkpoint"),
 }
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 

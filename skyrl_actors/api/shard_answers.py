@@ -70,12 +70,23 @@ def newest_failures(
 
 def newest_acts(found: Mapping[int, list[AuditEntry]], arguments: Arguments) -> list[AuditEntry]:
     """Return the newest acts of both kinds, oldest first. An act on all shards is one entry."""
+    numbered = [(act, number) for number, acts in found.items() for act in acts]
     acts: list[AuditEntry] = []
-    for act in sorted(concatenated(found, arguments), key=lambda one: one.at):
-        before = [one for one in acts[-len(found) :] if act.at - one.at < SAME_ACT_S]
-        of_all = act.act in OF_ALL and (act.act, act.actor) in ((b.act, b.actor) for b in before)
-        if not of_all:
+    recorded: list[set[int]] = []  # by which shards
+    for act, number in sorted(numbered, key=lambda one: one[0].at):
+        same = [
+            by
+            for one, by in zip(acts, recorded, strict=True)
+            if act.act in OF_ALL
+            and (one.act, one.actor) == (act.act, act.actor)
+            and act.at - one.at < SAME_ACT_S
+            and number not in by
+        ]
+        if same:
+            same[0].add(number)
+        else:
             acts.append(act)
+            recorded.append({number})
     accesses = [one for one in acts if one.act in ACCESSES][-arguments[0] :]
     others = [one for one in acts if one.act not in ACCESSES][-arguments[0] :]
     return sorted((*accesses, *others), key=lambda one: one.at)

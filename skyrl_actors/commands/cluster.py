@@ -31,6 +31,7 @@ from skyrl_actors.backends.base_models import SEED, base_model_folder, cache_dir
 from skyrl_actors.commands.terminal import bar, note
 from skyrl_actors.config.base_models import MadeBase, TinyVlBase
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.load import KEYS_VARIABLE
 from skyrl_actors.config.shard_configs import shard_configs, shard_number
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.controller.standby import actor_names
@@ -208,13 +209,17 @@ def _answers(address: str) -> bool:
 def ray_command(
     *arguments: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run Ray's command line with this Python environment."""
+    """Run Ray's command line with this Python environment.
+
+    Every process of Ray inherits the variables, so those do not contain API keys.
+    """
     command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name != KEYS_VARIABLE}
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
-        env={**os.environ, **(environment or {})},
+        env={**inherited, **(environment or {})},
         check=False,
     )
 

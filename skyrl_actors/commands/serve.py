@@ -279,8 +279,14 @@ def refuse_other_config(running: ClusterConfig, wanted: ClusterConfig) -> None:
     A deploy replaces the ingress processes only. Controller, ranks and engines keep their config.
 
     Raises:
-        ConfigError: Keys outside http differ. The message lists them.
+        ConfigError: Keys outside http differ, which the message lists, or the service would stop
+            to ask for an API key.
     """
+    if running.http.api_keys and not wanted.http.api_keys:
+        raise ConfigError(
+            f"service {running.name!r} runs with API keys, and this config has none; set "
+            "http.api_keys or http.api_keys_file, or end the service and deploy again"
+        )
     keys = [
         key for key in differing(to_yaml(running), to_yaml(wanted)) if not key.startswith("http.")
     ]

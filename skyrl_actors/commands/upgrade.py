@@ -21,7 +21,7 @@ from skyrl_actors.commands.controllers import share_settings
 from skyrl_actors.commands.one_service import refuse_shard
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.keys import masked
+from skyrl_actors.config.keys import left_out, masked
 from skyrl_actors.config.load import differing, load, to_yaml
 from skyrl_actors.config.shard_configs import shard_configs, shard_number
 from skyrl_actors.controller.standby import actor_names
@@ -42,15 +42,18 @@ STATE = (
 )
 
 
-def run(config_path: Path, overrides: Sequence[str]) -> None:
-    """Upgrade a running service. Raises ConfigError before anything is changed."""
+def run(config_path: Path, overrides: Sequence[str], drop_keys: bool) -> None:
+    """Upgrade a running service. Raises ConfigError before anything is changed.
+
+    `drop_keys` allows a config without keys that the running service accepts.
+    """
     config = serve.with_absolute_paths(load(config_path, overrides))
     shards = shard_configs(config)
     found = _running(config.name, shards)
     if found is None:
         note("no controller runs, as after an interrupted upgrade; its settings are not compared")
     else:
-        _check_same_state(*found)
+        _check_same_state(*found, drop_keys)
     for shard in shards:
         with reading(shard.journal):  # raises if a newer version wrote it
             pass
@@ -92,8 +95,8 @@ def _running(
     return None
 
 
-def _check_same_state(config: ClusterConfig, controller: ActorHandle[Any]) -> None:
-    """Raise ConfigError if the running service has its state elsewhere."""
+def _check_same_state(config: ClusterConfig, controller: ActorHandle[Any], drop_keys: bool) -> None:
+    """Raise ConfigError if the running service has its state elsewhere, or keys that would end."""
     try:
         running: ClusterConfig = typed_ray.get(
             controller.settings.remote(), timeout=serve.SETTINGS_S
@@ -108,6 +111,12 @@ def _check_same_state(config: ClusterConfig, controller: ActorHandle[Any]) -> No
         raise ConfigError(
             f"the running service has other values: {masked('; '.join(keys))}; an upgrade keeps "
             "name, address, base model, journal, checkpoints and shards"
+        )
+    if not drop_keys and (lost := left_out(running.http.api_keys, config.http.api_keys)):
+        raise ConfigError(
+            f"the running service accepts keys that this config lacks: {', '.join(lost)}; set "
+            "http.api_keys, http.api_keys_file or SKYRL_ACTORS_API_KEYS as at its start, or let "
+            "these keys end with --drop-keys"
         )
 
 

@@ -62,7 +62,7 @@ class HttpConfig(FrozenConfig):
     console: Path | None = Field(
         default=Path("runs"),
         description="folder of job runs that the read-only page at / shows; null = no page. With "
-        "API keys set, unauthenticated visitors see totals only",
+        "API keys set, only admins see its runs, and visitors without a key only totals",
     )
 
     images: Path | None = Field(

@@ -75,6 +75,13 @@ def owner_of_name(name: str, digest: str) -> str:
     return hashlib.sha256((name or digest).encode()).hexdigest()[:OWNER_DIGITS]
 
 
+def left_out(running: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """Return names, or hashes, of the running config's entries whose keys another config lacks."""
+    kept = {entry_parts(entry)[1] for entry in wanted}
+    parts = map(entry_parts, running)
+    return [name or digest[:17] for name, digest in parts if digest not in kept]
+
+
 def is_of(name: str, owner: str | None) -> bool:
     """Return whether a key with this name, or an owner itself, is of the owner; of None all are."""
     return owner is None or owner in (name, owner_of_name(name, ""))

@@ -32,6 +32,8 @@ class AuditLog:
     async def note_access(self, act: Act, owner: str, path: str) -> None:
         """Record that the holder of a key published, withdrew or read a checkpoint.
 
+        Also acts of an admin on what another key owns.
+
         Reads of one checkpoint by one owner are recorded once an hour, and are possible while the
         journal cannot write.
         """

@@ -156,7 +156,8 @@ class Operators:
         """Let the next controller accept requests, if this one was drained before its end."""
         if self._mode.mode == "draining":
             with suppress(SkyrlActorsError):  # the journal may be what is wrong
-                await self._journal.write(ModeSet("running"))
+                note = self._log.entry("resume", "the end of the service", self._counts())
+                await self._journal.write(ModeSet("running"), note)
 
     def _counts(self) -> str:
         return f"{len(self._tenants.sessions)} sessions, {len(self._ledger.ops)} open requests"

@@ -18,8 +18,11 @@ Act = Literal[
     "publish",
     "unpublish",
     "read",
+    "delete",
+    "expire",
+    "unload",
 ]
-"""Acts on keys, sessions, requests and the service, and access to published checkpoints."""
+"""Acts on keys, sessions, requests, models and the service, and access to checkpoints."""
 ACCESSES: tuple[Act, ...] = ("publish", "unpublish", "read")
 
 

@@ -16,6 +16,8 @@ import pytest
 from skyrl_actors.api.console import Viewer, visible
 from skyrl_actors.config.cluster import HttpConfig
 from tests.api.local import config_for, edge
+from tests.api.test_stored_keys import ROOT as ADMIN
+from tests.api.test_stored_keys import keys_of, stored
 from tests.conftest import ROOT, free_port
 
 IMAGE = (
@@ -99,6 +101,7 @@ async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
     http = HttpConfig.model_validate({**KEYS, "console": tmp_path / "runs"})
     async with edge(config_for(tmp_path, http=http)) as client:
         root = str(client.base_url).removesuffix("/api/v1/")
+        await keys_of(client).add_key(stored(ADMIN, "ops", "admin"), "eve")
         for path in ("/", "/console/files/console.js", "/console/files/plotly.min.js"):
             answer = await client.get(f"{root}{path}")
             assert answer.status_code == 200, path
@@ -122,13 +125,18 @@ async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
         ).status_code == 401
         ann = {"X-API-Key": "tml-ann-0123456789abcdef"}
         assert (await client.get(f"{root}/console/state", headers=ann)).json()["key"] == "given"
-        assert (await client.get(f"{root}/console/runs", headers=ann)).json()[0]["after"] == "0.65"
-        assert len((await client.get(f"{root}/console/runs/one", headers=ann)).json()) == 8
-        last = (await client.get(f"{root}/console/runs/one/samples", headers=ann)).json()
+        for private in ("", "/one", "/one/samples"):  # jobs belong to no key
+            answer = await client.get(f"{root}/console/runs{private}", headers=ann)
+            assert answer.status_code == 404 or answer.json() == []
+        admin = {"X-API-Key": ADMIN}
+        runs = await client.get(f"{root}/console/runs", headers=admin)
+        assert runs.json()[0]["after"] == "0.65"
+        assert len((await client.get(f"{root}/console/runs/one", headers=admin)).json()) == 8
+        last = (await client.get(f"{root}/console/runs/one/samples", headers=admin)).json()
         assert [row["step"] for row in last] == [7, 7]
         for odd in ("..%2f..", "two", "one%2f..%2fone", "two/samples", "..%2fruns%2fone/samples"):
             assert (
-                await client.get(f"{root}/console/runs/{odd}", headers=ann)
+                await client.get(f"{root}/console/runs/{odd}", headers=admin)
             ).status_code == 404, odd
 
 
@@ -244,6 +252,20 @@ def test_the_page_works_in_a_browser(browser: Any, tmp_path: Path):
             "LoRA, rank 4" in text("models")
             and not browser.find_element(By.ID, "notice").is_displayed()
         )
+        assert (
+            len(
+                browser.find_elements(
+                    By.CSS_SELECTOR, "#tokens .js-plotly-plot, #tokens.js-plotly-plot"
+                )
+            )
+            == 1
+        )
+        assert "bold" not in browser.page_source  # jobs belong to no key
+        browser.get("about:blank")
+        faults = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+        assert faults and all("401" in e["message"] for e in faults)  # for the wrong key
+    with served(tmp_path, {"console": str(tmp_path / "runs")}) as url:
+        browser.get(url)
         wait.until(lambda driver: "<b>bold" in text("runs"))  # a name is shown, not obeyed
         browser.find_element(By.CSS_SELECTOR, "#runs tr.choice").click()
         wait.until(
@@ -262,19 +284,7 @@ def test_the_page_works_in_a_browser(browser: Any, tmp_path: Path):
             "return document.querySelector('#curves .js-plotly-plot').data[0].y"
         )
         assert drawn == pytest.approx([0.3 + step / 20 for step in range(8)])
-        assert (
-            len(
-                browser.find_elements(
-                    By.CSS_SELECTOR, "#tokens .js-plotly-plot, #tokens.js-plotly-plot"
-                )
-            )
-            == 1
-        )
-        faults = [
-            e
-            for e in browser.get_log("browser")
-            if e["level"] == "SEVERE" and "401" not in e["message"]
-        ]
+        faults = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
         assert not faults
         fetched = browser.execute_script(
             "return performance.getEntriesByType('resource').map(e => e.name)"

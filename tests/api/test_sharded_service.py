@@ -392,6 +392,9 @@ async def test_pause_and_resume_concern_all_shards(tmp_path: Path):
         assert await calls.set_mode("paused", "eve") == "running"
         assert {controller.admin.mode.mode for controller in made.controllers} == {"paused"}
         assert len(await calls.audit(10)) == 1  # one act, though each shard records it
+        for mode in ("running", "paused"):  # the same act again, though soon after the first
+            await calls.set_mode(mode, "eve")
+        assert [entry.act for entry in await calls.audit(10)] == ["pause", "resume", "pause"]
 
 
 async def test_open_requests_and_failures_of_all_shards_are_listed(tmp_path: Path):

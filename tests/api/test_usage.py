@@ -286,3 +286,27 @@ async def test_a_drained_service_copies_no_checkpoint(anyone: httpx.AsyncClient)
     assert (await ann.post("/copy_weights", json=body)).status_code == 503
     await keys_of(anyone).set_mode("running", "eve")
     assert (await ann.post("/copy_weights", json=body)).status_code == 200
+
+
+async def test_acts_of_an_admin_on_what_others_own_are_recorded(anyone: httpx.AsyncClient):
+    ann, root = holder(anyone, ANN), holder(anyone, ROOT)
+    session, model = await trained(ann)
+    path = f"/training_runs/{model}/checkpoints/weights/one"
+    for who in (root, ann):  # a tenant's acts on its own are not the operators'
+        assert (await who.get(f"{path}/archive")).status_code == 302
+        assert (await who.put(f"{path}/ttl", json={"ttl_seconds": 600})).status_code == 200
+    assert (await root.delete(path)).status_code == 200
+    assert (await root.post("/unload_model", json={"model_id": model})).status_code == 200
+    assert (await root.post(f"/sessions/{session}/finish", json={})).status_code == 200
+    acts = await keys_of(anyone).audit(20)
+    shown = [entry["event"] for entry in (await root.get("/audit")).json()["entries"]]
+    assert shown[-2:] == ["model_unload", "session_end"] and "checkpoint_delete" in shown
+    checkpoint = f"tinker://{model}/weights/one"
+    assert [(act.act, act.subject) for act in acts if act.actor == "key of ops"] == [
+        ("read", checkpoint),
+        ("expire", checkpoint),
+        ("delete", checkpoint),
+        ("unload", model),
+        ("end", session),
+    ]
+    assert not [act for act in acts if "ann" in act.actor]

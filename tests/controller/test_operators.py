@@ -252,6 +252,8 @@ async def test_only_the_end_of_the_service_ends_a_drain(tmp_path: Path):
         await controller.operators.set_mode("draining", "eve")
         if end == "stop":
             await controller.operators.end_drain()
+            acts = [entry.act for entry in await controller.admin.log.audit(9)]
+            assert acts[-2:] == ["drain", "resume"]
         await (controller.abandon() if end == "crash" else controller.close())
         again = controller_on(tmp_path)
         await again.start()
