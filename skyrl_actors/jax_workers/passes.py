@@ -28,6 +28,7 @@ from skyrl_actors.jax_workers.weights import (
 )
 from skyrl_actors.workers.adapter_terms import UNEMBED
 from skyrl_actors.workers.network import PassInputs, Segment
+from skyrl_actors.workers.pass_inputs import widened
 
 Views = Mapping[str, Tensor]
 
@@ -131,11 +132,8 @@ class JaxPass:
 
     def _asked(self, inputs: PassInputs, layout: Layout) -> Asked:
         assert inputs.targets is not None
-        given = inputs.targets.numpy()
         targets = np.zeros((layout.size, self._shape.targets), np.int32)
-        targets[layout.places, : given.shape[1] if given.ndim == 2 else 1] = given.reshape(
-            len(given), -1
-        )
+        targets[layout.places] = widened(inputs.targets.numpy(), self._shape.targets)
         temperature = np.ones(layout.size, np.float32)
         top_k, top_p = np.zeros(layout.size, np.int32), np.ones(layout.size, np.float32)
         start = 0

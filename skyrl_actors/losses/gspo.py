@@ -9,11 +9,13 @@ from collections.abc import Mapping
 
 from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 
+SEQUENCE_RATIO_MASK = "sequence_ratio_mask"
+
 
 @loss(
     "gspo",
     role="policy",
-    required=("logprobs", "advantages", "sequence_ratio_mask"),
+    required=("logprobs", "advantages", SEQUENCE_RATIO_MASK),
     optional={"weights": 1.0},
 )
 def gspo(
@@ -25,7 +27,7 @@ def gspo(
     clip_high_threshold: float = 1.2,
 ) -> LossTerms:
     """Return the loss of each token, and the number of clipped tokens."""
-    mask, advantages = inputs["sequence_ratio_mask"], inputs["advantages"]
+    mask, advantages = inputs[SEQUENCE_RATIO_MASK], inputs["advantages"]
     drift = ops.row_mean(ops.detach(logprobs) - inputs["logprobs"], mask)
     ratio = ops.exp(drift + logprobs - ops.detach(logprobs))
     plain, clipped = (

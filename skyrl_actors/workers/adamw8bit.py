@@ -47,6 +47,8 @@ class FlatAdamW8bit:
         for parameter, part in zip(self._parameters, gradients.split(MOST_WEIGHTS), strict=True):
             parameter.grad = part
         self._inner.step()
+        for parameter in self._parameters:
+            parameter.grad = None  # the owner moves it to other memory
 
     @property
     def num_steps(self) -> int:

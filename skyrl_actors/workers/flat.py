@@ -152,7 +152,7 @@ class FlatState:
         gradients = self.ensure_gradients()
         self._reduce(gradients)
         norm = float(sum_of_squares(gradients).sqrt())
-        check_norm(norm, self)
+        check_norm(norm, self, adam.grad_clip_norm)
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)
         self.ensure_optimizer().step(gradients, self._decayed(adam))

@@ -215,7 +215,7 @@ class Fsdp2State:
             squares += sum_of_squares(local).to(squares.device)
         dist.all_reduce(squares, group=self._groups.shards)
         norm = float(squares.sqrt())
-        check_norm(norm, self)
+        check_norm(norm, self, adam.grad_clip_norm)
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             for parameter in self.parameters.values():
                 cast(DTensor, parameter.grad).to_local().mul_(adam.grad_clip_norm / norm)

@@ -74,6 +74,7 @@ class FlatAdamW:
         self._inner.param_groups[0].update(adam_group(adam))
         self._parameter.grad = gradients
         self._inner.step()
+        self._parameter.grad = None  # the owner moves it to other memory
 
     @property
     def num_steps(self) -> int:
@@ -138,6 +139,8 @@ class FlatMuon:
         if self._adamw is not None:
             self._adamw.param_groups[0].update(adam_group(adam))
             self._adamw.step()
+        for parameter in self._parameters:
+            parameter.grad = None  # the owner moves it to other memory
         self._steps += 1
 
     @property

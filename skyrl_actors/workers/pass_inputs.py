@@ -36,11 +36,10 @@ def inputs_of(
         part = parts[share.part]
         where = part.columns.positions(share.rows)
         tokens[share.span] = part.columns.tokens[where]
-        counted[share.span] = part.counted(where)
+        counted[share.span] = part.scored(where)
         if targets is not None:
             given = part.columns.fields[TARGETS][where]
-            wide = given[:, None] if width and given.ndim == 1 else given
-            targets[(share.span, slice(0, wide.shape[1])) if width else share.span] = wide
+            targets[share.span] = widened(given, width) if width else given
     return PassInputs(
         tokens=_tensor(network, tokens[stretch]),
         positions=_positions(network, parts, plan)[..., stretch].to(network.device),
@@ -52,6 +51,16 @@ def inputs_of(
         routes=_routes(network, parts, plan, stretch),
         images=_images(network, parts, plan, stretch, forward_only),
     )
+
+
+def widened(targets: np.ndarray, width: int) -> np.ndarray:
+    """Return targets [n] or [n, k] as [n, width], repeating the first one.
+
+    Top-k and top-p keep every target of a row, so a row gets no other token.
+    """
+    given = targets.reshape(len(targets), -1)
+    more = np.broadcast_to(given[:, :1], (len(given), width - given.shape[1]))
+    return np.concatenate((given, more), axis=1)
 
 
 def _positions(network: Network, parts: Sequence[PassPart], plan: Pass) -> Tensor:

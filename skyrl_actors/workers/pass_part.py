@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from skyrl_actors.losses import REGISTRY
+from skyrl_actors.losses.gspo import SEQUENCE_RATIO_MASK
 from skyrl_actors.losses.loss import ENTROPY_COEF
 from skyrl_actors.losses.processing import Processing, processing_of
 from skyrl_actors.messages.columns import Columns
@@ -70,3 +71,11 @@ class PassPart:
             return np.ones(len(where), bool)
         own = weights[where] != 0
         return own if own.ndim == 1 else own.any(1)
+
+    def scored(self, where: np.ndarray) -> np.ndarray:
+        """Return [n] bool: the positions whose logprobs the loss reads.
+
+        The ratio of a sequence also covers tokens whose weight is 0.
+        """
+        counted, mask = self.counted(where), self.columns.fields.get(SEQUENCE_RATIO_MASK)
+        return counted if mask is None else counted | (mask[where] != 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from skyrl_actors.losses import REGISTRY
 from skyrl_actors.losses.torch_ops import TorchOps
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.example import TARGETS
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.network import Network
@@ -86,7 +87,11 @@ class PassRunner:
             if part.loss is None:
                 continue
             leaf = own.clone().requires_grad_(not self.forward_only)
-            elementwise = self._loss(part, share, where, leaf, entropies)
+            try:
+                elementwise = self._loss(part, share, where, leaf, entropies)
+            except InvalidRequest as error:  # of its own loss: those of others go on
+                part.refused = str(error)
+                continue
             part.elementwise[where] = elementwise.detach().float().cpu().numpy()
             if self.forward_only or not elementwise.requires_grad:
                 continue

@@ -20,6 +20,7 @@ P = TypeVar("P")
 HOST = torch.device("cpu")
 Kind = Literal["weights", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
+LARGEST_NORM = 1.8e19  # its square is just a number of float32
 NORM_PIECE = 2**22  # numbers of a norm in float64 at a time: 32 MiB
 
 
@@ -177,14 +178,20 @@ def sum_of_squares(vector: Tensor) -> Tensor:
     ).sum()
 
 
-def check_norm(norm: float, state: TrainState) -> None:
-    """Raise InvalidRequest and drop the gradients if the norm is not finite."""
-    if not math.isfinite(norm):
-        state.drop_gradients()
-        raise InvalidRequest(
-            f"gradient norm is {norm}: the step was not applied and the gradients were dropped; "
-            "check the data"
-        )
+def check_norm(norm: float, state: TrainState, clip: float) -> None:
+    """Raise InvalidRequest and drop the gradients if the norm is not finite or too large.
+
+    Too large, after clipping to `clip` (0: none), is what float32 cannot square: a second moment
+    that became infinite would never let its weight move again.
+    """
+    if math.isfinite(norm) and min(norm, clip or norm) <= LARGEST_NORM:
+        return
+    state.drop_gradients()
+    advice = ", or set adam_params.grad_clip_norm" if math.isfinite(norm) else ""
+    raise InvalidRequest(
+        f"gradient norm is {norm}: the step was not applied and the gradients were dropped; "
+        f"check the data{advice}"
+    )
 
 
 def parameter_groups(

@@ -220,7 +220,7 @@ class ZeroState:
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         self.pending = self._has_own_gradient = False
-        check_norm(norm, self)
+        check_norm(norm, self, adam.grad_clip_norm)
         self.num_steps += 1
         if self.num_steps == 1:
             self._link_moments()

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from skyrl_actors.jax_workers.programs import Shape
 from skyrl_actors.jax_workers.worker import JaxWorker
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, Role
-from skyrl_actors.workers.interface import Refused, WorkerSpec
+from skyrl_actors.workers.interface import Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.engines.test_vllm_start import saved
 from tests.jax_workers.test_network import SIZE
@@ -108,6 +109,22 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_other_model_is_computed(ba
     assert not isinstance(computed, Refused)
     assert worker.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
     assert worker.optim_step("n", STEP)["skyrl.ai/grad_norm"] > 0
+
+
+def test_more_targets_of_another_tenant_leave_a_distribution_alone(base: Path):
+    worker = made(base)
+    for name in "mn":
+        create(worker, LoraSpec(rank=4), name)
+    own, other = batch(1, ROWS[0], ("logprobs", "advantages")), batch(2, ROWS[1])
+    for name, values in other.fields.items():
+        other.fields[name] = np.stack([values] * 3, axis=1)
+    other = replace(other, widths=np.full(other.num_rows, 3, np.int32))
+    truncated = losses.find("importance_sampling").checked({"top_k": 3})
+    (alone,) = run(worker, [("m", own, truncated)])
+    plain = losses.find("cross_entropy").checked({})
+    shared, _ = run(worker, [("m", own, truncated), ("n", other, plain)])
+    assert isinstance(alone, RowOutput) and isinstance(shared, RowOutput)
+    np.testing.assert_allclose(shared.values, alone.values, atol=1e-5)
 
 
 @pytest.mark.slow

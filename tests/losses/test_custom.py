@@ -1,6 +1,7 @@
 """Compare uploaded losses with the same loss run by the SDK, and refuse forged graphs."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from skyrl_actors import losses
 from skyrl_actors.losses.custom_graph import graph_of, loss_id_of
 from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
+from skyrl_actors.workers.interface import PartCall, Refused, RowOutput
+from tests.workers.test_numbers import batch, worker_for
 
 
 def dpo_like(logprobs, weights, margin):
@@ -122,3 +126,33 @@ def test_a_failing_graph_is_a_user_error(nodes: list[dict]):
 def test_invalid_loss_ids_are_refused(loss_id: str):
     with pytest.raises(InvalidRequest, match="is not an answer of create_custom_loss"):
         graph_of(loss_id)
+
+
+def test_a_loss_that_fails_on_some_rows_refuses_only_its_own_request(random_base: Path):
+    def tenth(logprobs, weights):
+        return -(logprobs * weights).sum() - logprobs[10], {}
+
+    loss_id = uploaded(trace_loss(tenth, {"logprobs": 1, "weights": 1}, "s"))
+    worker, once_again = worker_for(random_base, budget=400), (5, 17, 9)
+    for name in ("a", "b"):
+        worker.create_model(ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=2)))
+
+    def call(name: str, lengths: tuple[int, ...], loss: LossCall) -> PartCall:
+        columns = batch(3, lengths)
+        rows = tuple(range(columns.num_rows))
+        return PartCall(model_id=name, rows=rows, columns=columns, loss=loss)
+
+    plain = call("a", once_again, losses.find("cross_entropy").checked({}))
+    (alone,) = worker.forward_backward((plain,), False)
+    gradients = worker.models["a"].state.copied_gradients()
+    worker.drop_gradients("a")
+    custom = losses.find("custom").checked({"loss_id": loss_id})
+    found, refused = worker.forward_backward((plain, call("b", (12, 7), custom)), False)
+    assert isinstance(refused, Refused) and refused.clean
+    assert "custom loss" in str(refused.error) and "IndexError" in str(refused.error)
+    assert isinstance(alone, RowOutput) and isinstance(found, RowOutput)
+    np.testing.assert_allclose(found.values, alone.values, atol=1e-5)
+    shared = worker.models["a"].state.copied_gradients()
+    assert gradients is not None and shared is not None
+    torch.testing.assert_close(shared, gradients, rtol=1e-4, atol=1e-6)
+    assert worker.models["b"].state.copied_gradients() is None

@@ -1,6 +1,7 @@
 """One rank against plain PyTorch: losses, gradients, AdamW, LoRA against peft, and saved files."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,14 @@ from skyrl_actors import losses
 from skyrl_actors.messages.columns import Columns, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.example import TARGETS, Example
-from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec, Role
+from skyrl_actors.messages.model import (
+    AdamParams,
+    LoraSpec,
+    LossCall,
+    ModelSpec,
+    OptimizerName,
+    Role,
+)
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
@@ -21,7 +29,7 @@ from skyrl_actors.workers.torch_worker import TorchWorker
 LENGTHS = (5, 17, 9, 17, 30, 3, 9)
 
 
-def worker_for(base: Path, role: Role = "policy", budget: int = 40) -> TorchWorker:
+def worker_for(base: Path, role: Role = "policy", budget: int = 40, **options: Any) -> TorchWorker:
     worker = TorchWorker(
         WorkerSpec(
             role=role,
@@ -33,6 +41,7 @@ def worker_for(base: Path, role: Role = "policy", budget: int = 40) -> TorchWork
             num_threads=2,
             microbatch_tokens=budget,
             collective_timeout_s=60.0,
+            **options,
         )
     )
     worker.setup("127.0.0.1", 0)
@@ -302,6 +311,52 @@ def test_a_gradient_that_is_not_finite_changes_nothing(random_base: Path):
         worker.optim_step("m", AdamParams())
     assert torch.equal(before, state.weights)
     assert worker.optim_step("m", AdamParams())["skyrl.ai/grad_norm"] == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_a_gradient_that_float32_cannot_square_changes_nothing(
+    random_base: Path, optimizer: OptimizerName
+):
+    """An infinite second moment would never let its weight move again."""
+    worker = worker_for(random_base)
+    lora = LoraSpec(rank=4)
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora, optimizer=optimizer))
+    state = worker.models["m"].state
+    assert isinstance(state, FlatState)
+    before = state.weights.clone()
+    state.ensure_gradients()[0] = 1e25
+    with pytest.raises(
+        InvalidRequest, match=r"norm is 9.9.*e\+24: .*set adam_params\.grad_clip_norm"
+    ):
+        worker.optim_step("m", AdamParams())
+    assert torch.equal(before, state.weights)
+    state.ensure_gradients()[0] = 1e25
+    worker.optim_step("m", AdamParams(grad_clip_norm=1.0))
+    moved = state.weights.clone()
+    for _ in range(2):
+        state.ensure_gradients().fill_(0.1)
+        worker.optim_step("m", AdamParams(learning_rate=1e-2))
+    assert bool((state.weights != moved).all() and state.weights.isfinite().all())
+
+
+def test_a_sequence_ratio_covers_tokens_without_weight(random_base: Path):
+    """Against float64, also when tokens that do not count are not scored."""
+    mask = np.array([0, 0, 1, 1, 1, 1, 1, 1], np.float32)
+    weights = np.array([0, 0, 1, 1, 1, 0, 0, 1], np.float32)
+    columns = batch(5, (8,), ("logprobs", "advantages"))
+    columns.fields["weights"], columns.fields["sequence_ratio_mask"] = weights, mask
+    model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64)
+    (logprobs,) = reference_logprobs(model, columns)
+    given = {name: torch.from_numpy(columns.fields[name]).double() for name in columns.fields}
+    drift = ((logprobs.detach() - given["logprobs"]) * mask).sum() / mask.sum()
+    wanted = float(-(drift.exp() * given["advantages"] * given["weights"] * mask).sum())
+    options = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
+    for score_uncounted in (True, False):
+        worker = worker_for(random_base, score_uncounted=score_uncounted)
+        worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
+        call = losses.find("gspo").checked(options)
+        found = [computed(worker, (0,), "m", columns, call, only) for only in (True, False)]
+        assert [one.sums["loss:sum"] for one in found] == pytest.approx([wanted] * 2, rel=1e-4)
 
 
 def test_packing_and_budget_change_no_number(random_base: Path):

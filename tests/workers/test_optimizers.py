@@ -1,5 +1,7 @@
 """Muon and 8-bit AdamW over a flat vector, against their packages and through checkpoints."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import bitsandbytes
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from skyrl_actors import losses
-from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, OptimizerName
 from skyrl_actors.workers import adamw8bit
 from skyrl_actors.workers.adamw8bit import BLOCK, SMALLEST, FlatAdamW8bit, decoded, encoded
 from skyrl_actors.workers.flat import FlatState
@@ -227,3 +229,15 @@ def _with(
     table: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return found[0], table, found[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_gradients_that_leave_the_device_are_not_kept_by_the_optimizer(optimizer: OptimizerName):
+    weights = {"layers.q_proj.weight": torch.randn(64, 64), "norm.weight": torch.ones(64)}
+    made = FlatState(weights, torch.device("cpu"), optimizer=optimizer)
+    kept = weakref.ref(made.ensure_gradients().fill_(1.0).untyped_storage())
+    assert made.step(AdamParams(learning_rate=1e-3)) > 0
+    made.move("optimizer", torch.device("meta"))
+    made.move("gradients", torch.device("meta"))
+    gc.collect()
+    assert kept() is None

@@ -230,3 +230,38 @@ def test_several_targets_a_token_take_a_temperature_and_no_truncation():
     check_inputs(entry, entry.checked({"temperature": 0.5}), "policy", columns, False)
     with pytest.raises(InvalidRequest, match="not the shape"):
         check_inputs(entry, entry.checked({"top_k": 5}), "policy", columns, False)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_k": 1}, {"top_p": 0.5}])
+def test_more_targets_of_another_tenant_leave_a_distribution_alone(
+    random_base: Path, options: dict[str, float]
+):
+    worker = worker_for(random_base, budget=400)
+    for name in ("a", "b"):
+        worker.create_model(ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=2)))
+    own = batch(3, extra=("logprobs", "advantages"))
+    wide = {TARGETS: np.arange(15, dtype=np.int32).reshape(5, 3)}
+    wide["weights"] = np.ones((5, 3), np.float32)
+    other = columns_from([Example(np.arange(5, dtype=np.int32), wide)])
+    calls = (
+        PartCall(
+            model_id="a",
+            rows=tuple(range(own.num_rows)),
+            columns=own,
+            loss=find("importance_sampling").checked(options),
+        ),
+        PartCall(model_id="b", rows=(0,), columns=other, loss=find("cross_entropy").checked({})),
+    )
+
+    def found(calls: tuple[PartCall, ...]) -> tuple[np.ndarray, torch.Tensor]:
+        for name in ("a", "b"):
+            worker.drop_gradients(name)
+        output = worker.forward_backward(calls, False)[0]
+        assert isinstance(output, RowOutput)
+        state = worker.models["a"].state
+        assert isinstance(state, FlatState)
+        return output.values, state.ensure_gradients().clone()
+
+    (alone, slopes), (shared, shared_slopes) = found(calls[:1]), found(calls)
+    np.testing.assert_allclose(shared, alone, atol=1e-5)
+    assert relative(shared_slopes, slopes) < 1e-5

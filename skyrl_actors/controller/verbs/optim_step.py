@@ -19,6 +19,9 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest, UserErro
 from skyrl_actors.messages.model import AdamParams, ModelSpec
 from skyrl_actors.messages.requests import OptimStep
 
+# 0 in float32 makes 0/0 of a weight whose gradient is 0: the A of a new LoRA.
+SMALLEST_EPS = 1e-38
+
 
 class OptimStepVerb(ModelVerb[OptimStep]):
     """Apply the pending gradients, and refuse when a forward_backward since the last step failed.
@@ -68,13 +71,15 @@ class OptimStepVerb(ModelVerb[OptimStep]):
 
 def check_adam(adam: AdamParams) -> None:
     """Raise InvalidRequest for an AdamW setting that is not finite or is out of range."""
-    for name, value, good in (
-        ("learning_rate", adam.learning_rate, adam.learning_rate >= 0),
-        ("beta1", adam.beta1, 0 <= adam.beta1 < 1),
-        ("beta2", adam.beta2, 0 <= adam.beta2 < 1),
-        ("eps", adam.eps, adam.eps >= 0),
-        ("weight_decay", adam.weight_decay, adam.weight_decay >= 0),
-        ("grad_clip_norm", adam.grad_clip_norm, adam.grad_clip_norm >= 0),
+    for name, value, good, allowed in (
+        ("learning_rate", adam.learning_rate, adam.learning_rate >= 0, "from 0"),
+        ("beta1", adam.beta1, 0 <= adam.beta1 < 1, "from 0 to below 1"),
+        ("beta2", adam.beta2, 0 <= adam.beta2 < 1, "from 0 to below 1"),
+        ("eps", adam.eps, adam.eps >= SMALLEST_EPS, f"from {SMALLEST_EPS}"),
+        ("weight_decay", adam.weight_decay, adam.weight_decay >= 0, "from 0"),
+        ("grad_clip_norm", adam.grad_clip_norm, adam.grad_clip_norm >= 0, "from 0; 0 = none"),
     ):
         if not (math.isfinite(value) and good):
-            raise InvalidRequest(f"adam_params.{name} is {value}: out of range")
+            raise InvalidRequest(
+                f"adam_params.{name} is {value}: out of range; use a number {allowed}"
+            )
