@@ -156,7 +156,8 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
             "lora", str(work / f"lora@{number}"), f"lora@{number}", False
         )
         assert manifest is not None
-        await engine._lora_request(manifest)
+        await engine._prepare(manifest, engine._loaded or "")
+        engine._adapters.release(manifest)
 
     source, target = np.ones(kept.num_bytes, np.uint8), np.zeros(kept.num_bytes, np.uint8)
 

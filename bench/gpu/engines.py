@@ -380,7 +380,8 @@ async def lora_switches(
         await served.wake("weights")
         await served.wake("kv_cache")
         found["lora_wake_s"].append(time.perf_counter() - waking)
-        await served._lora_request(manifest)
+        await served._prepare(manifest, served._loaded or "")
+        served._adapters.release(manifest)
         done = time.perf_counter()
         found["lora_switch_s"].append(done - started)
         await served.sample(

@@ -35,6 +35,11 @@ def _admit_on_cpu(spec: EngineSpec) -> None:
         cpu_mxfp4.admit()
 
 
+def most_adapters(spec: EngineSpec) -> int:
+    """Return how many adapters vLLM keeps in host memory."""
+    return max(spec.max_adapters, spec.max_loras)
+
+
 def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     """Return what the spec means to vLLM."""
     literals: Any = spec  # vLLM types its choices as literals; the config has checked them
@@ -67,7 +72,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         enforce_eager=spec.enforce_eager,
         enable_lora=True,
         max_loras=spec.max_loras,
-        max_cpu_loras=max(spec.max_adapters, spec.max_loras),
+        max_cpu_loras=most_adapters(spec),
         max_lora_rank=literals.max_lora_rank,
         lora_target_modules=LORA_LAYERS,
         enable_moe_shared_loras=spec.expert_layout == "shared_outer",

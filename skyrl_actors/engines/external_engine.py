@@ -14,6 +14,7 @@ from skyrl_actors.config.restart import RestartConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.replica import EngineReplica, P, R
+from skyrl_actors.engines.versions import once
 from skyrl_actors.engines.vllm_server import VllmServer
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
 from skyrl_actors.messages.images import Picture
@@ -45,7 +46,8 @@ class ExternalEngine(EngineReplica):
         self._adapters: set[str] = set()
         # Adapters that this service loaded, also before a restart of the server.
         self._sent_adapters: set[str] = set()
-        self._adapter_lock = asyncio.Lock()
+        self._unloading = asyncio.Lock()
+        self._loads: dict[str, asyncio.Task[None]] = {}  # by version
         self._running = 0
         self._partials = Partials()
 
@@ -150,15 +152,23 @@ class ExternalEngine(EngineReplica):
             self._partials.end(request_id)
 
     async def _ensure_adapter(self, adapter: WeightManifest) -> None:
-        async with self._adapter_lock:
-            if adapter.version not in self._adapters:
-                await self.server.load_adapter(adapter.version, adapter.path)
-                self._adapters.add(adapter.version)
-                self._sent_adapters.add(adapter.version)
+        """Load an adapter once for all that wait; samples with other adapters do not wait."""
+        if adapter.version not in self._adapters:
+            await once(self._loads, adapter.version, lambda: self._load_adapter(adapter))
+
+    async def _load_adapter(self, adapter: WeightManifest) -> None:
+        try:
+            await self.server.load_adapter(adapter.version, adapter.path)
+            self._adapters.add(adapter.version)
+            self._sent_adapters.add(adapter.version)
+        finally:
+            self._loads.pop(adapter.version, None)
 
     async def _drop_adapters(self, versions: tuple[str, ...]) -> None:
-        async with self._adapter_lock:
-            for version in versions:
+        for version in versions:
+            if (loading := self._loads.get(version)) is not None:
+                await asyncio.wait((loading,))
+            async with self._unloading:
                 if version in self._sent_adapters:
                     await self.server.unload_adapter(version)
                     self._adapters.discard(version)

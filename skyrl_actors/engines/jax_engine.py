@@ -15,11 +15,11 @@ import psutil
 from tokenizers import Tokenizer
 
 from skyrl_actors.engines import received_files
-from skyrl_actors.engines.adapter_files import check_adapter
 from skyrl_actors.engines.check_prompt import continuation, opening
 from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
-from skyrl_actors.engines.jax_samples import as_output, draws_of, so_far
+from skyrl_actors.engines.jax_adapters import JaxAdapters
+from skyrl_actors.engines.jax_samples import as_output, draws_of, end_ids_of, so_far
 from skyrl_actors.engines.last_exception import own_last_exception
 from skyrl_actors.engines.logprob_check import SCORING
 from skyrl_actors.engines.partials import Partials
@@ -27,7 +27,7 @@ from skyrl_actors.engines.received_files import Files
 from skyrl_actors.engines.weight_parts import base_parts
 from skyrl_actors.jax_workers.draws import Draw, LoadedAdapter
 from skyrl_actors.jax_workers.generator import Generator
-from skyrl_actors.jax_workers.loading import load_for_sampling, read_adapter, replace_weights
+from skyrl_actors.jax_workers.loading import load_for_sampling, replace_weights
 from skyrl_actors.jax_workers.prepare_sampling import prepare_samples
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.images import Picture
@@ -54,8 +54,8 @@ class JaxEngine:
         self._in_rank = trainer is not None
         self._generator: Generator | None = None
         self._loaded: str | None = None
-        self._adapters: dict[str, LoadedAdapter] = {}
-        self._base_shapes = {t.name: t.shape for part in base_parts(spec) for t in part.tensors}
+        shapes = {t.name: t.shape for part in base_parts(spec) for t in part.tensors}
+        self._adapters = JaxAdapters(spec, shapes, self._forget)
         # Held while an adapter changes and while the engine goes to sleep, so neither interrupts
         # the other.
         self._adapter_lock = asyncio.Lock()
@@ -165,16 +165,24 @@ class JaxEngine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(62))
         loaded = await self._prepare(adapter, BASE_VERSION if adapter else version)
-        draws = draws_of(
-            request_id,
-            prompt,
-            params,
-            loaded,
-            self._end_ids,
-            self._decoded if self._tokenizer else None,
-            self.spec.max_model_len,
-            self._network.arch.vocab,
-        )
+        try:
+            draws = draws_of(
+                request_id,
+                prompt,
+                params,
+                loaded,
+                end_ids_of(self._network.config),
+                self._decoded if self._tokenizer else None,
+                self.spec.max_model_len,
+                self._network.arch.vocab,
+            )
+            await self._drawn(request_id, params, draws)
+        finally:
+            self._adapters.release(adapter)
+        return as_output(prompt, draws, version, params)
+
+    async def _drawn(self, request_id: str, params: SamplingParams, draws: Sequence[Draw]) -> None:
+        """Draw until all sequences have ended. Raises InternalError after the deadline."""
         asked = self._asked[request_id] = _Asked(draws, self._report_to(request_id, params))
         try:
             async with self._deadlines.within():
@@ -192,49 +200,42 @@ class JaxEngine:
                 draw.cancelled = True
             del self._asked[request_id]
             self.partials.end(request_id)
-        return as_output(prompt, draws, version, params)
 
     def _report_to(self, request_id: str, params: SamplingParams) -> Callable[[Draw], None] | None:
         if not params.stream:
             return None
         return lambda draw: self.partials.grow(request_id, so_far(draw, params))
 
-    @property
-    def _end_ids(self) -> frozenset[int]:
-        """The model's own end-of-text tokens."""
-        found: int | list[int] | None = getattr(self._network.config, "eos_token_id", None)
-        if found is None:
-            return frozenset()
-        return frozenset([found] if isinstance(found, int) else found)
-
     def _decoded(self, tokens: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.decode(list(tokens))
 
     async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoadedAdapter | None:
-        async with self._adapter_lock:
-            if self.asleep or self._loaded != needed:
-                raise InternalError(
-                    f"engine {self.spec.name} holds {self._loaded} (asleep: {self.asleep}), "
-                    f"not {needed}"
-                )
-            if adapter is None:
-                return None
-            if adapter.version not in self._adapters:
-                await asyncio.to_thread(check_adapter, adapter, self._base_shapes)
-                self._adapters[adapter.version] = await asyncio.to_thread(
-                    read_adapter, self._network, Path(adapter.path), self.spec.expert_layout
-                )
-            return self._adapters[adapter.version]
+        """Return the adapter, which is then in use, when the engine holds the needed weights."""
+        while True:
+            found = None
+            if adapter is not None:  # before the lock: others do not wait for these files
+                found = await self._adapters.read(self._network, adapter)
+            async with self._adapter_lock:
+                if self.asleep or self._loaded != needed:
+                    raise InternalError(
+                        f"engine {self.spec.name} holds {self._loaded} (asleep: {self.asleep}), "
+                        f"not {needed}"
+                    )
+                if adapter is None:
+                    return None
+                if (held := await self._adapters.taken(adapter, found)) is not None:
+                    return held
+            if found is not None:
+                await self._adapters.resident.room.wait()
 
     async def drop_adapters(self, versions: tuple[str, ...]) -> None:
         async with self._adapter_lock:
             for version in versions:
-                adapter = self._adapters.pop(version, None)
-                if adapter is not None:
-                    await asyncio.to_thread(
-                        self._computed, lambda own=adapter: self._network.forget(own.views)
-                    )
+                await self._adapters.drop(version)
+
+    async def _forget(self, adapter: LoadedAdapter) -> None:
+        await asyncio.to_thread(self._computed, lambda: self._network.forget(adapter.views))
 
     async def load_full(
         self,
@@ -316,7 +317,7 @@ class JaxEngine:
         running = generator.num_running if generator else 0
         return EngineStatus(
             loaded_version=self._loaded,
-            adapters=tuple(self._adapters),
+            adapters=self._adapters.resident.versions,
             asleep=self.asleep,
             rss_bytes=0 if self._in_rank else resident_bytes(psutil.Process()),
             running=len(self._asked),
@@ -338,7 +339,7 @@ class JaxEngine:
             self._generator.free_cache()
         self._network.free_base()
         self._network = self._generator = self._stepping = None
-        self._adapters.clear()
+        self._adapters.resident.clear()
 
 
 class _Asked:

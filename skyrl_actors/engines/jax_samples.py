@@ -18,6 +18,14 @@ from skyrl_actors.messages.results import Sequence as Answer
 Decode = Callable[[Sequence[int]], str]
 
 
+def end_ids_of(config: Any) -> frozenset[int]:
+    """Return the end-of-text tokens of a model's own config."""
+    found: int | list[int] | None = getattr(config, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
 def draws_of(
     request_id: str,
     prompt: tuple[int, ...],

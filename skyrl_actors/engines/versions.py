@@ -5,7 +5,7 @@ equal it, materialized once its files are written, and dropped with its last sam
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from skyrl_actors.engines.interface import BASE_VERSION
 from skyrl_actors.engines.replica import Incarnation
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -81,22 +82,20 @@ class VersionTable:
 
 
 async def once(
-    tasks: dict[Incarnation, asyncio.Task[T]],
-    engine: Incarnation,
+    tasks: dict[K, asyncio.Task[T]],
+    key: K,
     work: Callable[[], Coroutine[Any, Any, T]],
 ) -> T:
     """Await work that runs once for all callers. Work that fails is forgotten."""
-    if engine not in tasks:
-        tasks[engine] = asyncio.create_task(work())
-        tasks[engine].add_done_callback(lambda task: _forget_failed(tasks, engine, task))
-    return await asyncio.shield(tasks[engine])
+    if key not in tasks:
+        tasks[key] = asyncio.create_task(work())
+        tasks[key].add_done_callback(lambda task: _forget_failed(tasks, key, task))
+    return await asyncio.shield(tasks[key])
 
 
-def _forget_failed(
-    tasks: dict[Incarnation, asyncio.Task[T]], engine: Incarnation, task: asyncio.Task[T]
-) -> None:
+def _forget_failed(tasks: dict[K, asyncio.Task[T]], key: K, task: asyncio.Task[T]) -> None:
     if task.cancelled() or task.exception() is not None:
-        tasks.pop(engine, None)
+        tasks.pop(key, None)
 
 
 def full_version(weights: SamplerWeights) -> str:

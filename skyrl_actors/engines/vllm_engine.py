@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines import received_files
-from skyrl_actors.engines.adapter_files import check_adapter
 from skyrl_actors.engines.check_prompt import continued, fixed_prompt
 from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.engine_args import engine_args, refused
@@ -30,6 +28,7 @@ from skyrl_actors.engines.received_files import Files
 from skyrl_actors.engines.reload_proof import prove_adapter, prove_reload
 from skyrl_actors.engines.routed_experts import RoutedExperts, routed_by
 from skyrl_actors.engines.tool_calls import ToolCalls, with_calls
+from skyrl_actors.engines.vllm_adapters import ZEROS, VllmAdapters
 from skyrl_actors.engines.vllm_processed import take_marked_ids
 from skyrl_actors.engines.vllm_prompts import VllmPrompts, check_expanded
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
@@ -44,7 +43,6 @@ from skyrl_actors.observe.process import resident_bytes
 from skyrl_actors.storage.files import remove
 
 log = logging.getLogger(__name__)
-ZEROS = WeightManifest(version="zeros", kind="lora", path="zeros", num_bytes=0)  # for the proof
 
 
 class VllmEngine:
@@ -56,9 +54,6 @@ class VllmEngine:
         self._loaded: str | None = None
         self._tower = TowerOfEngine(spec)
         self._adapts_head = True
-        self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
-        self._numbers = count(1)
-        self._base_shapes = {t.name: t.shape for part in base_parts(spec) for t in part.tensors}
         # Held while an adapter changes and while the engine goes to sleep, so neither interrupts
         # the other.
         self._adapter_lock = asyncio.Lock()
@@ -75,6 +70,8 @@ class VllmEngine:
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
         self.dead = asyncio.Event()  # vLLM's own process has ended
+        shapes = {t.name: t.shape for part in base_parts(spec) for t in part.tensors}
+        self._adapters = VllmAdapters(spec, shapes, self.dead)
 
     async def start(self) -> None:
         try:
@@ -121,8 +118,7 @@ class VllmEngine:
         )
         parts = base_parts(self.spec) if self.spec.takes_full_weights else ()
         await prove_reload(self, config.architecture, self.spec.dtype, prompt, parts)
-        self._adapters[ZEROS.version] = number = next(self._numbers)
-        await self.llm.collective_rpc("skyrl_add_zeros", args=(ZEROS.version, number))
+        await self._adapters.add_zeros(self.llm)
         await prove_adapter(self, config.architecture, self.spec.dtype, prompt, ZEROS)
         await self.drop_adapters((ZEROS.version,))
 
@@ -200,6 +196,7 @@ class VllmEngine:
             ) from None
         finally:
             self._running -= 1
+            self._adapters.release(adapter)
             self.partials.end(request_id)
         if unexpected := weight_versions(output) - {needed}:
             raise InternalError(
@@ -211,12 +208,14 @@ class VllmEngine:
         return await with_calls(found, params.tools, self._tool_calls)
 
     async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
-        """Wait until the engine holds the needed weights and the adapter.
+        """Wait until the engine holds the needed weights and the adapter, which is then in use.
 
         The engine may go to sleep at any time afterwards. vLLM then starts the sample when it
         wakes.
         """
         while True:
+            if adapter is not None:  # before the lock: others do not wait for these files
+                await self._adapters.check(adapter)
             async with self._adapter_lock:
                 if not (self.asleep and self.spec.keeps_in_flight):
                     if self.asleep or self._loaded != needed:
@@ -224,36 +223,20 @@ class VllmEngine:
                             f"engine {self.spec.name} holds {self._loaded} "
                             f"(asleep: {self.asleep}), not {needed}"
                         )
-                    return await self._lora_request(adapter) if adapter else None
-                self._woken.clear()
-            await self._woken.wait()
-
-    async def _lora_request(self, manifest: WeightManifest) -> LoRARequest:
-        """Load the adapter before its first use. Each version has its own id and path."""
-        if manifest.version not in self._adapters:
-            number = next(self._numbers)
-            await asyncio.to_thread(check_adapter, manifest, self._base_shapes)
-            try:
-                await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
-            except EngineDeadError:
-                raise
-            except Exception as error:  # vLLM raises its worker's error as a plain Exception
-                if self.spec.topology.num_devices > 1:
-                    # The other workers' answers stay in their queues; the next call would get them.
-                    self.dead.set()
-                log.warning("adapter %s of %s: %s", manifest.version, manifest.path, error)
-                raise InvalidRequest(
-                    f"adapter {manifest.version} cannot be loaded: {str(error).splitlines()[0]}"
-                ) from error
-            self._adapters[manifest.version] = number
-        return LoRARequest(manifest.version, self._adapters[manifest.version], manifest.path)
+                    if adapter is None:
+                        return None
+                    if (lora := await self._adapters.taken(self.llm, adapter)) is not None:
+                        return lora
+                    change = self._adapters.resident.room
+                else:
+                    change = self._woken
+                    change.clear()
+            await change.wait()
 
     async def drop_adapters(self, versions: tuple[str, ...]) -> None:
         async with self._adapter_lock:
             for version in versions:
-                number = self._adapters.pop(version, None)
-                if number is not None:
-                    await self.llm.remove_lora(number)
+                await self._adapters.drop(self.llm, version)
 
     async def load_full(
         self,
@@ -292,7 +275,7 @@ class VllmEngine:
             raise InternalError(
                 f"engine {self.spec.name} reports weights {holds} after it received {version}"
             )
-        self._adapters.clear()  # vLLM drops all adapters with a weight update
+        self._adapters.resident.clear()  # vLLM drops all adapters with a weight update
         if self._tower.changed(version, parts):
             await self.llm.reset_encoder_cache()  # its keys are the images alone
         if not self.asleep:
@@ -373,7 +356,7 @@ class VllmEngine:
         stats = self._stats
         return EngineStatus(
             loaded_version=self._loaded,
-            adapters=tuple(self._adapters),
+            adapters=self._adapters.resident.versions,
             asleep=self.asleep,
             rss_bytes=rss,
             running=self._running,

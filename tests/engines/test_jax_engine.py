@@ -208,6 +208,23 @@ def test_a_damaged_adapter_is_refused_and_the_engine_goes_on(random_base: Path, 
 
 
 @pytest.mark.slow
+def test_adapters_beyond_its_memory_are_read_again(random_base: Path, tmp_path: Path):
+    trainer = Trainer(random_base)
+    names = [f"a{number}" for number in range(6)]
+    for name in names:
+        trainer.trained(name, LoraSpec(rank=4), 1 + int(name[1]))
+    manifests = {name: trainer.exported(name, tmp_path, f"{name}@1") for name in names}
+
+    async def work(engine: JaxEngine) -> None:
+        for name in (*names, names[0]):
+            found = await scores(engine, f"{name}@1", manifests[name])
+            assert close(found, trainer.logprobs(name))
+        assert (await engine.status()).adapters == ("a3@1", "a4@1", "a5@1", "a0@1")
+
+    on_engine(random_base, work)
+
+
+@pytest.mark.slow
 def test_an_engine_sleeps_and_wakes_and_answers_as_before(random_base: Path):
     async def work(engine: JaxEngine) -> None:
         base = await scores(engine, BASE_VERSION)
