@@ -205,6 +205,7 @@ HEAVY = {
         "engines/vllm_processed.py",
         "engines/engine_args.py",
         "engines/vllm_engine.py",
+        "engines/vllm_adapters.py",
         "engines/vllm_samples.py",
         "engines/vllm_prompts.py",
         "engines/vllm_stats.py",

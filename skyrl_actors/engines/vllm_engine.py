@@ -34,7 +34,7 @@ from skyrl_actors.engines.vllm_prompts import VllmPrompts, check_expanded
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
 from skyrl_actors.engines.weight_parts import TowerOfEngine, base_parts, missing_files, update_info
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -117,6 +117,11 @@ class VllmEngine:
             config.get_vocab_size(), self.spec.max_model_len, self._prompts.placeholder
         )
         parts = base_parts(self.spec) if self.spec.takes_full_weights else ()
+        if self.spec.takes_full_weights and not parts:
+            raise ConfigError(
+                f"{self.spec.base_folder} has no safetensors files, from which an engine takes the "
+                "base's weights again after those of a full fine-tune; convert its weights"
+            )
         await prove_reload(self, config.architecture, self.spec.dtype, prompt, parts)
         await self._adapters.add_zeros(self.llm)
         await prove_adapter(self, config.architecture, self.spec.dtype, prompt, ZEROS)

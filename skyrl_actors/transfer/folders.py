@@ -9,13 +9,22 @@ from pathlib import Path
 
 from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest
+from skyrl_actors.storage.model_files import weight_files
 
 DTYPES = {
+    "F64": "float64",
     "F32": "float32",
     "BF16": "bfloat16",
     "F16": "float16",
-    "U8": "uint8",
     "F8_E4M3": "float8_e4m3fn",  # of quantized weights
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",  # of buffers
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 
 
@@ -29,9 +38,9 @@ def manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
 
 def full_manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
     """Return one manifest for each safetensors file of a Hugging Face folder."""
-    files = sorted(file for file in folder.glob("model*.safetensors"))
+    files = weight_files(folder)
     if not files:
-        raise NotFound(f"{folder} has no model*.safetensors")
+        raise NotFound(f"{folder} has no *.safetensors")
     return tuple(_manifest_of(file, version) for file in files)
 
 

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.storage.model_files import weight_files
 
 Shape = tuple[int, ...]
-INDEX = "model.safetensors.index.json"
 NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -43,19 +43,6 @@ def whole(source: Source, name: str) -> Tensor:
     """Return the whole tensor, on the host."""
     shape = source.shapes[name]
     return source.range(name, 0, math.prod(shape)).view(shape)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model's folder.
-
-    These are the files of its index, or model*.safetensors, or all. Mistral's folders have the same
-    weights once more, as consolidated.safetensors with other names.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
-        return sorted(folder / name for name in names)
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
 
 
 class TensorFiles:
