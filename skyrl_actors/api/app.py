@@ -5,7 +5,6 @@ It imports neither Ray nor torch.
 
 import asyncio
 import logging
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +30,7 @@ from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
 from skyrl_actors.api.cpu_bound import OWNER
 from skyrl_actors.api.error_bodies import HOSTED, error_answer
+from skyrl_actors.api.origins import OPEN_PATHS, has_foreign_host, is_of_another_site
 from skyrl_actors.api.state import ARCHIVES, PATIENCE_S, ApiState, shown, state_of
 from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
@@ -59,13 +59,6 @@ READING = tuple(
         "telemetry",
         "auth/token",
     )
-)
-OPEN_PATHS = (
-    "/",
-    "/healthz",
-    "/api/v1/healthz",
-    "/api/v1/client/config",
-    "/api/v1/client/dynamic_config",
 )
 
 
@@ -191,6 +184,14 @@ class Guard:
                 {"WWW-Authenticate": 'Bearer error="invalid_token"'},
             )
             await refusal(scope, receive, send)
+        elif not state.credentials.required and has_foreign_host(
+            scope["path"], headers, state.config.http
+        ):
+            text = (
+                f"this service is on this machine only, but was asked for as {headers['host']!r}; "
+                "use its address, or set http.public_url to the one that clients use"
+            )
+            await error_answer(scope["path"], text, "user", 403)(scope, receive, send)
         elif is_of_another_site(scope["method"], headers, state.config.http.public_url):
             text = f"a page of another site may not send {scope['method']} {scope['path']}"
             await error_answer(scope["path"], text, "user", 403)(scope, receive, send)
@@ -249,21 +250,6 @@ class Guard:
 
 def _busy(path: str, text: str) -> JSONResponse:
     return error_answer(path, text, "user", 429, {"Retry-After": "1"})
-
-
-def is_of_another_site(method: str, headers: dict[str, str], public_url: str | None) -> bool:
-    """Return whether a browser sends this for a page that this service did not serve.
-
-    Browsers name the site (https://www.w3.org/TR/fetch-metadata/) or, over plain HTTP to another
-    machine, only the origin of such a page; SDKs name neither. The page could otherwise act on a
-    service that needs no key.
-    """
-    if method in ("GET", "HEAD", "OPTIONS"):
-        return False
-    if (site := headers.get("sec-fetch-site")) is not None:
-        return site not in ("none", "same-origin")
-    own = {headers.get("host"), urlsplit(public_url).netloc if public_url else None}
-    return "origin" in headers and urlsplit(headers["origin"]).netloc not in own
 
 
 def is_reading(method: str, path: str) -> bool:

@@ -14,9 +14,10 @@ from skyrl_actors.commands.backup import check_is_journal
 from skyrl_actors.commands.terminal import bar, console
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.journal import JournalConfig
+from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import load
 from skyrl_actors.config.shard_configs import shard_configs
-from skyrl_actors.controller.checkpoints import RUN_FILE, CheckpointFolders
+from skyrl_actors.controller.checkpoints import RUN_FILE, SPEC_FILE, CheckpointFolders
 from skyrl_actors.controller.notes import UNREADABLE
 from skyrl_actors.journal import copying, opening
 from skyrl_actors.journal.mirrored import mirror_of
@@ -33,6 +34,7 @@ from skyrl_actors.storage.copies import (
     journal_part,
     read_manifest,
 )
+from skyrl_actors.storage.mirror import Mirror
 from skyrl_actors.storage.objects import Objects
 
 INCOMPLETE = "restore.incomplete"  # with it, a folder is no journal that a service would open
@@ -59,6 +61,7 @@ def restore(source: Path, config: Path, overrides: Sequence[str]) -> None:
     places[CHECKPOINTS] = wanted.checkpoint_dir.expanduser().resolve()
     remotes = {part: engines[part] for part, own in journals.items() if own.url is not None}
     _check_empty(journals.values(), places.values(), remotes.values())
+    _check_no_runs(wanted)
     if found := list(faults(source, files)):
         raise ConfigError(f"the backup is damaged: {'; '.join(found[:3])}")
     for part in journals:
@@ -91,6 +94,21 @@ def _check_empty(
     for remote in remotes:
         with remote.connect() as connection:
             opening.check_empty(connection)
+
+
+def _check_no_runs(wanted: ClusterConfig) -> None:
+    """Raise ConfigError if the mirror has checkpoints, which may be later ones of equal names."""
+    if (url := wanted.checkpoint_mirror) is None:
+        return
+    try:
+        present = Mirror(wanted.checkpoint_dir, url, SPEC_FILE).whole(lambda run: True)
+    except OSError as error:
+        raise ConfigError(f"checkpoint_mirror {masked(url)} cannot be read: {error}") from None
+    if present:
+        raise ConfigError(
+            f"{masked(url)} has {len(present)} checkpoints already, some of which may be later "
+            "ones of the same names; set another checkpoint_mirror"
+        )
 
 
 def _check_version(folder: Path, to_other_database: bool) -> None:

@@ -125,7 +125,7 @@ class HttpConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _network_needs_keys(self) -> "HttpConfig":
-        if not (_is_loopback(self.host) or self.api_keys or self.open_to_network):
+        if not (is_loopback(self.host) or self.api_keys or self.open_to_network):
             raise ValueError(
                 f"host {self.host} is open to the network and api_keys is empty, so anybody could "
                 "use the service; set http.api_keys=[tml-…], http.api_keys_file or "
@@ -134,7 +134,8 @@ class HttpConfig(FrozenConfig):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine reach a server on this address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

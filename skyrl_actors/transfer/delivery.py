@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Delivery:
         self._rounds = Rounds(self._deliver)
         self._left: dict[str, WeightManifest] = {}  # by path: what somebody must still free
         self._freeing: set[str] = set()
+        self._delivering: Counter[str] = Counter()
 
     async def deliver(
         self,
@@ -57,7 +59,13 @@ class Delivery:
     ) -> Sequence[WeightStream | None]:
         if self._policy.group is None or self._policy.down is not None:
             raise PartDown(f"{self._policy.name} is restarting: {self._policy.down}")
-        return await self.transfer.deliver(manifest, self._policy.group, engines)
+        self._delivering[manifest.path] += 1
+        try:
+            return await self.transfer.deliver(manifest, self._policy.group, engines)
+        finally:
+            self._delivering[manifest.path] -= 1
+            if not self._delivering[manifest.path]:
+                del self._delivering[manifest.path]
 
     def unfreed(self, base_model: str) -> list[SamplerWeights]:
         """Return the parts of dropped versions whose files may still be there."""
@@ -86,7 +94,8 @@ class Delivery:
             self._freeing.add(part.path)
             try:
                 await self._free(part, engines)
-                if everyone:
+                # A delivery that still runs writes what was just freed.
+                if everyone and part.path not in self._delivering:
                     self._left.pop(part.path, None)
             except InternalError as error:
                 fault = fault or error

@@ -7,8 +7,9 @@ carries the weights once for each host and not once for each engine.
 
 import os
 import socket
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LOOK_S = 0.5  # how often a worker that waits looks who has died
 
 
 def host_id() -> str:
@@ -54,28 +56,54 @@ class Lender:
         half_bytes: int,
         deadline: timedelta,
     ):
-        self._store, self._host, self._readers, self._deadline = store, host, readers, deadline
+        self._store, self._host, self._deadline = store, host, deadline
+        self._readers = set(readers)
         self._descriptor = os.memfd_create("weights", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, 2 * half_bytes)
         self._memory = _mapped(os.getpid(), self._descriptor, half_bytes)
         store.set(f"memory of {host}", f"{os.getpid()} {self._descriptor}")
 
     def free_half(self, number: int, num_bytes: int) -> Tensor:
-        """Return the memory for a bucket, after all readers have copied bucket `number` - 2."""
+        """Return the memory for a bucket, after all readers have copied bucket `number` - 2.
+
+        Readers that have died are not waited for.
+        """
         if number >= 2:
-            self._store.wait([_copied(number - 2, rank) for rank in self._readers], self._deadline)
+            self._wait(lambda rank: _copied(number - 2, rank))
         return self._memory[number % 2, :num_bytes]
 
     def filled(self, number: int) -> None:
         self._store.set(_full(self._host, number), "1")
 
     def wait_until_mapped(self) -> None:
-        """Wait for the readers, which can map the memory until it is closed.
-
-        A reader that has died delays this worker but does not fail its load.
-        """
+        """Wait for the readers, which can map the memory until it is closed."""
         with suppress(RuntimeError):
-            self._store.wait([_is_mapped(rank) for rank in self._readers], self._deadline)
+            self._wait(_is_mapped)
+
+    def _wait(self, key: Callable[[int], str]) -> None:
+        """Wait for a key of each reader that lives. Raises RuntimeError after the deadline."""
+        deadline = time.monotonic() + self._deadline.total_seconds()
+        while keys := [key(rank) for rank in self._readers]:
+            try:
+                self._store.wait(keys, timedelta(seconds=LOOK_S))
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                for rank in [rank for rank in self._readers if not self._lives(rank)]:
+                    self._readers.discard(rank)
+                    self._store.set(has_all(rank), "1")  # so the trainer does not wait for it
+            else:
+                return
+
+    def _lives(self, rank: int) -> bool:
+        """Return whether a reader's process runs, or has not yet said which one it is."""
+        if not self._store.check([_process(rank)]):
+            return True
+        try:
+            stat = Path(f"/proc/{int(self._store.get(_process(rank)))}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] not in "ZX"  # ended, and not yet collected
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -90,6 +118,7 @@ def borrowed(
     deadline: timedelta,
 ) -> Iterator[Tensor]:
     """Yield copies of the buckets that the first worker of this host receives."""
+    store.set(_process(rank), str(os.getpid()))
     process, descriptor = map(int, store.get(f"memory of {host}").split())
     memory = _mapped(process, descriptor, max(sizes))
     store.set(_is_mapped(rank), "1")
@@ -103,6 +132,15 @@ def borrowed(
 def _mapped(process: int, descriptor: int, half_bytes: int) -> Tensor:
     path = f"/proc/{process}/fd/{descriptor}"
     return torch.from_file(path, shared=True, size=2 * half_bytes, dtype=torch.uint8).view(2, -1)
+
+
+def has_all(rank: int) -> str:
+    """Return the key that says that a worker needs nothing more."""
+    return f"done/{rank}"
+
+
+def _process(rank: int) -> str:
+    return f"process of {rank}"
 
 
 def _is_mapped(rank: int) -> str:

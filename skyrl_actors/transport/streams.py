@@ -33,7 +33,7 @@ from torch.distributed import (
 from skyrl_actors.messages.errors import InternalError, WeightsGone
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream, buckets
 from skyrl_actors.transport.device_memory import abandoned, given_back, opened, settled, shareable
-from skyrl_actors.transport.host_share import Lender, borrowed, first_of_each, host_id
+from skyrl_actors.transport.host_share import Lender, borrowed, first_of_each, has_all, host_id
 
 log = logging.getLogger(__name__)
 JOIN_S = 30.0  # longest wait for the workers of a stream to several
@@ -149,7 +149,7 @@ def _lend(
             _note_checksum(stream, store, number, bucket)
             _finished(memory.device)
             store.set(f"full/{number}", "1")
-        store.wait([f"done/{rank}" for rank in readers], deadline)
+        store.wait([has_all(rank) for rank in readers], deadline)
     except (RuntimeError, ValueError) as error:  # the receiver reports it to its caller
         log.warning("the stream of %s broke at bucket %d: %s", manifest.version, number, error)
         if not store.check(["opened/1"]):
@@ -180,7 +180,7 @@ def _send(
             group.broadcast([bucket.to(device)], _from_first()).wait()
         _finished(device)
         # The group and the store end with this thread, so wait until all workers have all.
-        store.wait([f"done/{rank}" for rank in hosts], timedelta(seconds=stream.timeout_s))
+        store.wait([has_all(rank) for rank in hosts], timedelta(seconds=stream.timeout_s))
     except (RuntimeError, ValueError) as error:  # the receiver reports it to its caller
         log.warning("the stream of %s broke: %s", manifest.version, error)
 
@@ -236,7 +236,7 @@ def received(
             for entry in (tensors[i] for i in wanted):
                 yield entry.name, tensor_in(bucket, entry, tensors[wanted[0]].offset_bytes)
         _finished(device)
-        store.set(f"done/{rank}", "1")
+        store.set(has_all(rank), "1")
     except (RuntimeError, ValueError) as error:
         raise InternalError(
             f"the trainer's stream from {stream.host}:{stream.port} broke, "

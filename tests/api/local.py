@@ -211,7 +211,7 @@ async def edge(
         raise_app_exceptions=False,
     )
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://service/api/v1", headers=headers
+        transport=transport, base_url="http://localhost/api/v1", headers=headers
     ) as made:
         yield made
     await controller.close()

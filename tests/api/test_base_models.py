@@ -74,7 +74,7 @@ async def test_all_base_models_are_listed_and_unknown_ones_named(tmp_path: Path,
         listed = (await http.get("/get_server_capabilities")).json()["supported_models"]
         assert [one["model_name"] for one in listed] == [FIRST, OTHER]
         assert [one["max_context_length"] for one in listed] == [512, 64]
-        models = (await http.get("http://service/v1/models")).json()["data"]
+        models = (await http.get("http://localhost/v1/models")).json()["data"]
         assert [one["id"] for one in models] == [FIRST, OTHER]
         session = (await posted(http, "/create_session"))["session_id"]
         refused = await http.post(

@@ -365,10 +365,10 @@ async def test_a_compressed_body_takes_memory_for_what_it_becomes(
 async def test_a_body_of_many_faults_has_a_short_answer(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
         many = await http.post(
-            "http://service/v1/completions", json={"model": "m", "prompt": [{}, *[None] * 2000]}
+            "http://localhost/v1/completions", json={"model": "m", "prompt": [{}, *[None] * 2000]}
         )
         some = await http.post(
-            "http://service/v1/chat/completions", json={"model": "m", "messages": [{}] * 30}
+            "http://localhost/v1/chat/completions", json={"model": "m", "messages": [{}] * 30}
         )
         first = await http.post("/create_session", json={"tags": [1] * 5000})
     assert (many.status_code, some.status_code, first.status_code) == (400, 400, 422)
@@ -381,7 +381,9 @@ async def test_stop_texts_are_few_and_short(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
         for stop in ("a" * 1001, ["a"] * 17):
             body = {"model": "m", "prompt": [1], "stop": stop}
-            assert (await http.post("http://service/v1/completions", json=body)).status_code == 400
+            assert (
+                await http.post("http://localhost/v1/completions", json=body)
+            ).status_code == 400
 
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "h"}]}

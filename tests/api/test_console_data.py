@@ -29,7 +29,7 @@ class Phased(AnsweringBackend):
 
 async def test_each_phase_has_its_end_and_the_last_one_lasts_until_now(tmp_path: Path):
     async with edge(config_for(tmp_path), Phased(str(tmp_path))) as http:
-        state = (await http.get("http://service/console/state")).json()
+        state = (await http.get("http://localhost/console/state")).json()
         phases = state["phase_timeline"]
         assert [(one["phase"], one["at"], one["ended"]) for one in phases] == [
             ("TRAIN", 10.0, 14.0),
@@ -39,10 +39,10 @@ async def test_each_phase_has_its_end_and_the_last_one_lasts_until_now(tmp_path:
 
 async def test_a_service_without_phases_has_an_empty_timeline(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
-        assert (await http.get("http://service/console/state")).json()["phase_timeline"] == []
+        assert (await http.get("http://localhost/console/state")).json()["phase_timeline"] == []
 
 
-PAGE = "http://service/console"
+PAGE = "http://localhost/console"
 
 
 async def test_admins_act_and_others_see_only_their_own(tmp_path: Path):
@@ -127,7 +127,7 @@ async def test_a_checkpoint_can_be_downloaded_by_its_owner(tmp_path: Path):
         link = await ann.get(f"{PAGE}/link", params=named, headers=local)
         assert link.status_code == 200 and "signature=" in link.json()["url"]
         path = link.json()["url"].split("localhost:8000")[1]
-        archive = await anyone.get(f"http://service{path}")
+        archive = await anyone.get(f"http://localhost{path}")
         assert archive.status_code == 200 and archive.content
         assert (await bob.get(f"{PAGE}/link", params=named)).status_code == 404
         assert (await anyone.get(f"{PAGE}/link", params=named)).status_code == 404
@@ -136,7 +136,7 @@ async def test_a_checkpoint_can_be_downloaded_by_its_owner(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("origin", "status"), [("http://evil.example", 403), ("http://service", 200), ("null", 403)]
+    ("origin", "status"), [("http://evil.example", 403), ("http://localhost", 200), ("null", 403)]
 )
 async def test_a_browser_over_plain_http_names_only_the_origin(
     origin: str, status: int, tmp_path: Path
@@ -183,3 +183,42 @@ async def test_logs_that_cannot_be_read_hold_up_nothing(
             assert set(locks) == {"parts", "log of engine:0"}
     finally:
         ended.set()
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "evil.example", "127.0.0.1.nip.io", "["])
+async def test_a_name_that_leads_to_this_machine_is_refused_without_keys(host: str, tmp_path: Path):
+    """A page of that name could act and read (DNS rebinding): to a browser it is the same site."""
+    own = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
+    async with edge(config_for(tmp_path)) as http:
+        root = str(http.base_url).removesuffix("/api/v1/")
+        for method, path in (
+            ("GET", "/console/state"),
+            ("GET", "/console/logs/controller"),
+            ("POST", "/console/acts"),
+            ("GET", "/api/v1/training_runs"),
+            ("POST", "/api/v1/create_session"),
+        ):
+            answer = await http.request(method, f"{root}{path}", headers=own, json={"act": "drain"})
+            assert answer.status_code == 403 and "http.public_url" in answer.text, path
+        assert (await http.get(f"{root}/healthz", headers=own)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "options"),
+    [
+        ("127.0.0.1:8000", {}),
+        ("[::1]:8000", {}),
+        ("localhost:18000", {}),  # a tunnel
+        ("10.0.0.7", {}),
+        ("rl.example.com", {"public_url": "https://rl.example.com/tinker"}),
+        ("node-7:8000", {"host": "0.0.0.0", "open_to_network": True}),
+        ("rl.example.com", {"api_keys": [f"ann={ANN}"]}),
+    ],
+)
+async def test_addresses_and_known_names_are_served(
+    host: str, options: dict[str, Any], tmp_path: Path
+):
+    config = HttpConfig.model_validate(options)
+    async with edge(config_for(tmp_path, http=config)) as http:
+        given = {"Host": host, "X-API-Key": ANN}
+        assert (await http.get("/training_runs", headers=given)).status_code == 200

@@ -9,7 +9,7 @@ import httpx
 import pyrage
 import pytest
 
-from skyrl_actors.config.cluster import LimitsConfig
+from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
 from tests.api.local import (
     MODEL,
     AnsweringBackend,
@@ -131,7 +131,14 @@ async def test_a_wrong_signature_of_any_characters_is_refused(
         assert found.status_code == 422 and "was not created by this service" in found.text, given
 
 
-async def test_an_archive_link_does_not_use_the_host_header(http: httpx.AsyncClient):
+async def test_an_archive_link_does_not_use_the_host_header(tmp_path: Path):
+    keys = HttpConfig(api_keys=("ann=tml-ann-12345",))
+    async with edge(config_for(tmp_path, http=keys)) as made:
+        made.headers["X-API-Key"] = "tml-ann-12345"
+        await archive_link(made)
+
+
+async def archive_link(http: httpx.AsyncClient) -> None:
     session = (await posted(http, "/create_session"))["session_id"]
     await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
     await resolved(http, "/save_weights", model_id=f"{session}:train:0", path="one", seq_id=1)

@@ -211,7 +211,7 @@ def test_json_of_any_shape_gets_no_server_error(
         )
         answer = world.request(
             method,
-            f"http://service{where}",
+            f"http://localhost{where}",
             content=content,
             headers={"content-type": "application/json"},
         )

@@ -354,7 +354,9 @@ async def test_samples_without_a_seed_differ_and_a_retry_is_equal(
         assert len({tuple(one) for answer in found for one in answer}) == 200
         assert [await tokens(seq_id) for seq_id in range(3)] == found[:3]
         openai = {"model": MODEL, "prompt": [[1, 2]] * 8, "n": 4, "max_tokens": 8, "logprobs": 0}
-        answers = [await http.post("http://service/v1/completions", json=openai) for _ in range(2)]
+        answers = [
+            await http.post("http://localhost/v1/completions", json=openai) for _ in range(2)
+        ]
         texts = [
             tuple(choice["logprobs"]["tokens"])
             for answer in answers

@@ -18,7 +18,7 @@ from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights
 from tests.api.local import MODEL, AnsweringBackend, config_for, edge
 
-URL = "http://service/v1"
+URL = "http://localhost/v1"
 WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

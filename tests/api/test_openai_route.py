@@ -26,7 +26,7 @@ from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.transport.byte_budget import ByteBudget
 from tests.api.local import MODEL, AnsweringBackend, config_for, edge, model_in, resolved
 
-URL = "http://service/v1/completions"
+URL = "http://localhost/v1/completions"
 
 
 class Watched(AnsweringBackend):
@@ -221,7 +221,7 @@ async def test_a_model_is_described_by_its_name(tmp_path: Path, backend: Watched
         saved = await resolved(
             http, "/save_weights_for_sampler", model_id=model_id, path="one", seq_id=1
         )
-        url = f"http://service{prefix}/v1/models"
+        url = f"http://localhost{prefix}/v1/models"
         listed = [each["id"] for each in (await http.get(url)).json()["data"]]
         assert listed == [MODEL, saved["path"]]
         for name in listed:
@@ -236,7 +236,7 @@ async def test_a_model_is_described_by_its_name(tmp_path: Path, backend: Watched
 @pytest.mark.parametrize("prefix", ["", "/oai/api"])
 async def test_errors_have_the_form_of_openai(tmp_path: Path, backend: Watched, prefix: str):
     config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={KEY}",)))
-    url = f"http://service{prefix}/v1/completions"
+    url = f"http://localhost{prefix}/v1/completions"
     async with edge(config, backend) as http:
         key = {"Authorization": f"Bearer {KEY}"}
         answered = await http.post(url, json=body([1, 2]), headers=key)

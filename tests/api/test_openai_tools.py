@@ -20,7 +20,7 @@ from skyrl_actors.messages.results import ParsedAnswer, SampleOutput, ToolCall
 from skyrl_actors.messages.weights import SamplerWeights
 from tests.api.local import MODEL, AnsweringBackend, config_for, edge
 
-URL = "http://service/v1/chat/completions"
+URL = "http://localhost/v1/chat/completions"
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"

@@ -206,7 +206,7 @@ async def test_openai_fields_that_are_not_served_are_refused_by_name(
     own = {"model": MODEL, "messages": [message]}
     if body.keys() & {"tool_calls", "refusal", "content"}:
         own, body = {"model": MODEL, "messages": [message | body]}, {}
-    answer = await http.post("http://service/v1/chat/completions", json=own | body)
+    answer = await http.post("http://localhost/v1/chat/completions", json=own | body)
     assert answer.status_code == 400, answer.text
     assert expected in answer.json()["error"]["message"], answer.text
 

@@ -13,7 +13,7 @@ from skyrl_actors.config.limits import LimitsConfig
 from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
 from tests.api.test_pictures import FORM, Seeing, encoded
 
-URL = "http://service/v1/chat/completions"
+URL = "http://localhost/v1/chat/completions"
 COUNT = 6  # tokens of an image
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }} {% else %}"

@@ -113,7 +113,7 @@ async def service(config: ClusterConfig) -> AsyncIterator[Service]:
     client.patience_s = 0.5
     app = build_app(ApiState(config, client, logs_of(config)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    base_url = "http://service/api/v1"
+    base_url = "http://localhost/api/v1"
     async with httpx.AsyncClient(transport=transport, base_url=base_url, timeout=60) as http:
         yield Service(http, shards, controllers)
     await client.close()
@@ -197,7 +197,7 @@ async def test_requests_of_the_openai_route_go_to_all_shards(tmp_path: Path):
     async with service(config) as made:
         asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 2}
         for _ in range(2):
-            answer = await made.http.post("http://service/v1/completions", json=asked)
+            answer = await made.http.post("http://localhost/v1/completions", json=asked)
             assert answer.status_code == 200, answer.text
         names = [list(controller.tenants.samplers) for controller in made.controllers]
         assert [[shard_of(name) for name in own] for own in names] == [[1], [2]]
@@ -238,7 +238,7 @@ async def test_a_shard_that_is_away_does_not_touch_the_others(tmp_path: Path, st
         listed = (await made.http.get("/sessions")).json()["sessions"]
         assert {session for session in listed if shard_of(session) == 2} >= {model_id.split(":")[0]}
         assert time.monotonic() - began < 15.0
-        shown = (await made.http.get("http://service/console/state")).json()
+        shown = (await made.http.get("http://localhost/console/state")).json()
         assert [row["fault"] for row in shown["shards"]] == ["it does not answer", None]
 
 
@@ -262,7 +262,7 @@ async def test_a_shard_that_starts_holds_up_no_list(tmp_path: Path):
         await asyncio.sleep(0.5)
         began = time.monotonic()
         assert await calls.list_requests(None, 10) == []
-        assert (await made.http.get("http://service/metrics")).status_code == 200
+        assert (await made.http.get("http://localhost/metrics")).status_code == 200
         assert {shard_of(await session_on(made, 1)) for _ in range(3)} == {1}
         assert (await made.http.get("/healthz")).status_code == 200
         assert time.monotonic() - began < 10.0
@@ -351,7 +351,7 @@ async def test_a_sum_without_a_shard_is_refused(tmp_path: Path):
 async def test_one_status_of_all_shards(tmp_path: Path):
     async with service(config_for(tmp_path, shards=TWO)) as made:
         models = [await model_on(made, number) for number in (1, 2)]
-        shown = (await made.http.get("http://service/console/state")).json()
+        shown = (await made.http.get("http://localhost/console/state")).json()
         assert shown["fault"] is None and shown["sessions"] >= 2
         assert {one["model_id"] for one in shown["models"]} == set(models)
         assert [row["shard"] for row in shown["shards"]] == [1, 2]
@@ -375,7 +375,7 @@ async def test_metrics_of_all_shards_are_one_valid_text(tmp_path: Path):
     async with service(config_for(tmp_path, shards=TWO)) as made:
         for number in (1, 2):
             await model_on(made, number)
-        text = (await made.http.get("http://service/metrics")).text
+        text = (await made.http.get("http://localhost/metrics")).text
         families = list(text_string_to_metric_families(text))
         assert len({family.name for family in families}) == len(families) > 3
         (serving,) = (one for one in families if one.name == "skyrl_actors_serving")

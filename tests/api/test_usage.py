@@ -168,7 +168,7 @@ async def test_the_status_names_tenants(anyone: httpx.AsyncClient):
     ann, root = holder(anyone, ANN), holder(anyone, ROOT)
     await trained(ann)
     await sampled(holder(anyone, BOB))
-    page = "http://service/console/state"
+    page = "http://localhost/console/state"
     shown = (await root.get(page)).json()
     assert {"ann", "bob"} <= shown["tenants"].keys()
     assert [model["tenant"] for model in shown["models"]] == ["ann"]

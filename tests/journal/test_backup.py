@@ -247,6 +247,21 @@ def test_wrong_places_are_refused(stopped: JournalConfig, tmp_path: Path):
         restore(tmp_path / "copy", CONFIG, options)
 
 
+def test_a_mirror_with_later_checkpoints_is_refused(stopped: JournalConfig, tmp_path: Path):
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    mirror, into = tmp_path / "mirror", tmp_path / "again"
+    options = [*in_folder(into), f"checkpoint_mirror=file://{mirror}"]
+    whole = mirror / "s1:train:0" / "weights" / "one" / "WHOLE"
+    whole.parent.mkdir(parents=True)
+    whole.write_text("part")
+    with pytest.raises(ConfigError, match="mirror has 1 checkpoints already"):
+        restore(tmp_path / "copy", CONFIG, options)
+    assert not into.exists() or not any(into.rglob("*.sqlite"))
+    shutil.rmtree(mirror)
+    restore(tmp_path / "copy", CONFIG, options)
+    assert (into / "journal").is_dir()
+
+
 async def test_nothing_is_swept_while_a_backup_runs(
     config: JournalConfig, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ):

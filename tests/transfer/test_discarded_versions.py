@@ -176,3 +176,30 @@ async def test_copies_of_an_engine_that_restarts_are_freed_when_it_is_back(
     await delivery.discard(version("v2"), engines)
     assert engines[1].discarded == ["/weights/v1", "/weights/v2"]
     assert not delivery.unfreed("tiny")
+
+
+async def test_what_a_late_delivery_wrote_is_freed_with_a_later_version(
+    ranks: Ranks, group: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The last sample of a version was cancelled while its files were copied."""
+    delivery, copied = Delivery(FileTransfer(FOLDER, False), group), asyncio.Event()
+    monkeypatch.setattr(delivery.transfer, "needs_group", True, raising=False)
+    monkeypatch.setattr(delivery.transfer, "shares", False, raising=False)
+
+    async def deliver(*_: Any) -> list[None]:
+        await copied.wait()
+        return [None]
+
+    monkeypatch.setattr(delivery.transfer, "deliver", deliver)
+    (part,), engine = version("v1").parts, object()
+    late = asyncio.ensure_future(
+        delivery.deliver(part, engine, None, lambda: 1, 0.0)  # type: ignore[arg-type]
+    )
+    await asyncio.sleep(0)
+    await delivery.discard(version("v1"), [])
+    assert [one.version for one in delivery.unfreed("tiny")] == ["v1"]
+    copied.set()
+    await late
+    await delivery.discard(version("v2"), [])
+    assert ranks.deleted == ["/weights/v1", "/weights/v1", "/weights/v2"]
+    assert not delivery.unfreed("tiny")

@@ -1,159 +1,63 @@
-"""One stream to the workers of several engines, over gloo, with threads as workers."""
+"""One delivery for engines of several hosts: one that dies takes no other with it."""
 
+import multiprocessing as mp
 import os
-import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream
 from skyrl_actors.transport import streams
 
-CPU, BUCKET = torch.device("cpu"), 64
+COUNT, SIZE = 24, 20_000
+ENTRIES = tuple(
+    TensorEntry(f"t{i}", (SIZE,), "float32", i * SIZE * 4, SIZE * 4) for i in range(COUNT)
+)
 
 
-def manifest_of(folder: Path) -> tuple[WeightManifest, torch.Tensor]:
-    weights = torch.arange(96, dtype=torch.float32)
-    path = folder / "m@1"
-    path.write_bytes(weights.numpy().tobytes())
-    entries = tuple(TensorEntry(f"t{i}", (4, 3), "float32", i * 48, 48) for i in range(8))
-    manifest = WeightManifest(
-        version="m@1", kind="full", path=str(path), num_bytes=384, tensors=entries
-    )
-    return manifest, weights
-
-
-def received(stream: WeightStream, manifest: WeightManifest, rank: int, into: dict) -> None:
+def engine(stream: WeightStream, rank: int, host: str, dies_at: int, told: Any) -> None:
+    torch.set_num_threads(1)
+    streams.host_id = lambda: host
+    last, number = torch.zeros(()), 0
     try:
-        found = streams.received(stream, list(manifest.tensors), rank, CPU)
-        into[rank] = torch.cat([tensor.reshape(-1).clone() for _, tensor in found])
-    except InternalError as error:
-        into[rank] = error
+        for number, (_, tensor) in enumerate(
+            streams.received(stream, ENTRIES, rank, torch.device("cpu")), 1
+        ):
+            if number == dies_at:
+                os._exit(9)
+            last = tensor[-1].clone()
+        told.put((rank, number, float(last)))
+    except Exception as error:  # noqa: BLE001  told to the test
+        told.put((rank, number, f"{type(error).__name__}: {error}"))
 
 
-def sent(folder: Path, world_size: int, came: list[int], timeout_s: float = 30.0) -> tuple:
-    """Send a version, and return what it read, the weights, and what each worker got."""
-    manifest, weights = manifest_of(folder)
-    taken: list[range] = []
-    take = streams.from_file(manifest)
-
-    def counted(wanted: range) -> torch.Tensor:
-        taken.append(wanted)
-        return take(wanted)
-
-    asked = WeightStream("127.0.0.1", 0, world_size, "gloo", BUCKET, timeout_s, checksums=True)
-    stream, sender = streams.open_stream(manifest, asked, CPU, counted)
-    got: dict = {}
-    workers = [
-        threading.Thread(target=received, args=(stream, manifest, rank, got), name=str(rank))
-        for rank in came
+@pytest.mark.parametrize("dies_at", [0, 9])
+def test_an_engine_that_dies_in_a_shared_delivery_ends_no_other(dies_at: int, tmp_path: Path):
+    """Engine 2 copies from engine 1, which is on the same host."""
+    manifest = WeightManifest(
+        version="v@1", kind="full", path="/x", num_bytes=COUNT * SIZE * 4, tensors=ENTRIES
+    )
+    live = torch.arange(COUNT * SIZE, dtype=torch.float32)
+    asked = WeightStream("127.0.0.1", 0, 4, "gloo", 400_000, 60.0)
+    opened, sender = streams.open_stream(
+        manifest, asked, torch.device("cpu"), streams.from_live(ENTRIES, live)
+    )
+    spawning = mp.get_context("spawn")
+    told = spawning.Queue()
+    engines = [
+        spawning.Process(
+            target=engine, args=(opened, rank, host, dies_at if rank == 2 else 0, told)
+        )
+        for rank, host in ((1, "one"), (2, "one"), (3, "two"))
     ]
-    for worker in workers:
-        worker.start()
-    for worker in (*workers, sender):
-        worker.join(60)
-        assert not worker.is_alive()
-    return taken, weights, got
-
-
-@pytest.mark.parametrize("workers", [1, 4, 8])
-def test_the_sender_reads_once_for_all_workers(tmp_path: Path, workers: int):
-    taken, weights, got = sent(tmp_path, 1 + workers, list(range(1, 1 + workers)))
-    assert taken == [range(i, i + 1) for i in range(8)]
-    assert sorted(got) == list(range(1, 1 + workers))
-    assert all(torch.equal(got[rank], weights) for rank in got)
-
-
-def test_one_worker_of_each_host_takes_part_in_the_broadcast(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Six workers on three hosts, two of which have one worker only."""
-    hosts = {"1": "a", "2": "b", "3": "b", "4": "c", "5": "b", "6": "b"}
-    joined: list[int] = []
-    group = streams._group
-
-    def host_id() -> str:
-        return hosts[threading.current_thread().name]
-
-    def counted(store, stream, rank, world_size, address):
-        joined.append(rank)
-        assert world_size == 4
-        return group(store, stream, rank, world_size, address)
-
-    monkeypatch.setattr(streams, "host_id", host_id)
-    monkeypatch.setattr(streams, "_group", counted)
-    taken, weights, got = sent(tmp_path, 7, [1, 2, 3, 4, 5, 6])
-    assert sorted(joined) == [0, 1, 2, 3] and len(taken) == 8
-    assert sorted(got) == [1, 2, 3, 4, 5, 6]
-    assert all(torch.equal(got[rank], weights) for rank in got)
-
-
-def test_nothing_is_left_open_when_a_load_fails(tmp_path: Path):
-    """The first worker of a host ends after three buckets."""
-    manifest, _ = manifest_of(tmp_path)
-    asked = WeightStream("127.0.0.1", 0, 3, "gloo", BUCKET, 2.0)
-    stream, sender = streams.open_stream(manifest, asked, CPU, streams.from_file(manifest))
-    before = open_files()
-
-    def fail() -> None:
-        found = streams.received(stream, list(manifest.tensors), 1, CPU)
-        for _ in range(3):
-            next(found)
-        found.close()
-
-    got: dict = {}
-    second = threading.Thread(target=received, args=(stream, manifest, 2, got))
-    first = threading.Thread(target=fail)
-    for worker in (first, second):
-        worker.start()
-    for worker in (first, second, sender):
-        worker.join(30)
-        assert not worker.is_alive()
-    assert isinstance(got[2], InternalError)
-    assert [name for name in open_files() if "memfd" in name] == [
-        name for name in before if "memfd" in name
-    ]
-
-
-def open_files() -> list[str]:
-    return [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
-
-
-def test_a_worker_that_does_not_come_stops_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(streams, "JOIN_S", 0.5)
-    _, weights, got = sent(tmp_path, 5, [1, 2, 4])
-    assert sorted(got) == [1, 2, 4] and all(torch.equal(got[rank], weights) for rank in got)
-
-
-def test_without_a_worker_the_stream_ends(tmp_path: Path):
-    taken, _, got = sent(tmp_path, 3, [], timeout_s=0.5)
-    assert taken == [] and got == {}
-
-
-def test_a_worker_that_comes_too_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streams, "JOIN_S", 0.3)
-    manifest, weights = manifest_of(tmp_path)
-    asked = WeightStream("127.0.0.1", 0, 3, "gloo", BUCKET, 20.0)
-    began, go = threading.Event(), threading.Event()
-    take = streams.from_file(manifest)
-
-    def slow(wanted: range) -> torch.Tensor:
-        began.set()
-        go.wait(20)
-        return take(wanted)
-
-    stream, sender = streams.open_stream(manifest, asked, CPU, slow)
-    got: dict = {}
-    first = threading.Thread(target=received, args=(stream, manifest, 1, got))
-    first.start()
-    assert began.wait(20)
-    received(stream, manifest, 2, got)
-    go.set()
-    first.join(20)
+    for process in engines:
+        process.start()
+    found = sorted(told.get(timeout=50) for _ in range(3 if dies_at == 0 else 2))
+    whole = (COUNT, float(COUNT * SIZE - 1))
+    assert found == [(rank, *whole) for rank in ((1, 2, 3) if dies_at == 0 else (1, 3))]
     sender.join(20)
-    assert torch.equal(got[1], weights)
-    assert "the stream began before this worker came" in str(got[2])
+    assert not sender.is_alive()
+    for process in engines:
+        process.join(20)
