@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&]password=)[^&;\s]+")
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SHORTEST = 8

@@ -45,13 +45,20 @@ VERSION_TABLE = "skyrl_actors_version"
 
 
 def database_url(folder: Path, url: str | None) -> URL:
-    """Return the configured database, or SQLite in the journal's folder."""
+    """Return the configured database, or SQLite in the journal's folder.
+
+    A password is where `str` hides it.
+    """
     if url is None:
         return URL.create("sqlite", database=str(folder / DATABASE))
     parsed = make_url(url)
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
-    return parsed
+    if (user := parsed.query.get("user")) is not None:
+        parsed = parsed.set(username=str(user))
+    if (password := parsed.query.get("password")) is not None:
+        parsed = parsed.set(password=str(password))
+    return parsed.difference_update_query(("user", "password"))
 
 
 def connect(url: URL, name: str | None = None) -> sa.Engine:
