@@ -12,8 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.exc import DBAPIError
+
 from skyrl_actors.commands.terminal import bar, console
 from skyrl_actors.config.journal import JournalConfig
+from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import load
 from skyrl_actors.config.shard_configs import shard_configs
 from skyrl_actors.controller.checkpoints import SPEC_FILE
@@ -41,6 +44,14 @@ Files = dict[str, FileCopy]
 
 def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | None) -> None:
     """Copy a service's journal and checkpoints, while it runs or not. Raises ConfigError."""
+    try:
+        _backup(config, target, overrides, since)
+    except (OSError, DBAPIError) as error:
+        reason = masked(str(error).partition("\n")[0])
+        raise ConfigError(f"no backup was made: {reason}") from error
+
+
+def _backup(config: Path, target: Path, overrides: Sequence[str], since: Path | None) -> None:
     wanted = load(config, overrides)
     journals = [shard.journal for shard in shard_configs(wanted)]
     for journal in journals:

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import ray
@@ -42,6 +42,7 @@ from skyrl_actors.remote import settled, typed_ray
 from skyrl_actors.storage.private_folders import is_trusted
 
 STOP_TIMEOUT_S = 40.0
+REMOVED_S = 20.0
 OBJECT_STORE_BYTES = 256 * 2**20
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
 
@@ -356,6 +357,30 @@ def remove_scratch(config: ClusterConfig) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder with its contents. Errors are ignored, also if the folder is absent."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_on_other_nodes(folders: Sequence[str]) -> None:
+    """Remove folders on all other machines of this Ray cluster, which keep copies in memory."""
+    here = typed_ray.get_runtime_context().get_node_id()
+    others = [n["NodeID"] for n in typed_ray.nodes() if n["Alive"] and n["NodeID"] != here]
+    task: Any = cast(Any, ray).remote(_remove_all)
+    removing: list[Any] = [
+        task.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        ).remote(list(folders))
+        for node in others
+    ]
+    if removing:
+        _, left = cast(Any, ray).wait(removing, num_returns=len(removing), timeout=REMOVED_S)
+        if left:
+            note(f"{len(left)} machines did not remove copies of weights within {REMOVED_S:.0f} s")
+
+
+def _remove_all(folders: list[str]) -> None:
+    for folder in folders:
+        remove_folder(Path(folder))
 
 
 def end_children(timeout_s: float = 10.0) -> None:

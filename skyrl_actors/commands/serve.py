@@ -367,6 +367,7 @@ def stop(name: str) -> None:
             _delete_endpoint(name)
         shards = shard_names(name, state.get("shards", 1))
         ran = asyncio.run(_closed(shards, end_all=not state["started_ray"])) or ran
+        cluster.remove_on_other_nodes(state.get("transfers", ()))
         typed_ray.shutdown()
     haproxy.closing(name)
     if state["started_ray"]:

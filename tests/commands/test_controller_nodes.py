@@ -115,3 +115,16 @@ def test_with_sqlite_both_are_on_this_machine():
     cluster.create_standby(config, {})
     assert {node for node, _ in both(config)} == {ray.get_runtime_context().get_node_id()}
     end(config)
+
+
+def test_copies_of_weights_are_removed_on_other_nodes_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def removed(folders: list[str]) -> None:
+        (Path(folders[0]) / ray.get_runtime_context().get_node_id()).touch()
+
+    monkeypatch.setattr(cluster, "_remove_all", removed)
+    cluster.remove_on_other_nodes([str(tmp_path)])
+    here = ray.get_runtime_context().get_node_id()
+    others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {here}
+    assert others and {file.name for file in tmp_path.iterdir()} == others

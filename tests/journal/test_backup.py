@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from skyrl_actors.commands import backup as command
 from skyrl_actors.commands import restore as restoring
@@ -245,6 +246,21 @@ def test_wrong_places_are_refused(stopped: JournalConfig, tmp_path: Path):
         restore(stopped.folder, CONFIG, options)
     with pytest.raises(ConfigError, match="is not empty; restore into empty folders"):
         restore(tmp_path / "copy", CONFIG, options)
+
+
+def test_what_hinders_a_backup_is_said_in_a_line(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def away(*_: Any, **__: Any) -> Any:
+        raise OperationalError("SELECT 1", {}, Exception("connection refused\nsecond line"))
+
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^no backup was made: .*Not a directory"):
+        backup(CONFIG, tmp_path / "file" / "copy", overrides(stopped, tmp_path), None)
+    monkeypatch.setattr(command, "_copied_shard", away)
+    with pytest.raises(ConfigError, match=r"^no backup was made: .*connection refused$"):
+        backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    assert not (tmp_path / "copy").exists() and not (tmp_path / ".copy.partial").exists()
 
 
 def test_a_mirror_with_later_checkpoints_is_refused(stopped: JournalConfig, tmp_path: Path):
