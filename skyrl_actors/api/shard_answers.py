@@ -72,21 +72,20 @@ def newest_acts(found: Mapping[int, list[AuditEntry]], arguments: Arguments) -> 
     """Return the newest acts of both kinds, oldest first. An act on all shards is one entry."""
     numbered = [(act, number) for number, acts in found.items() for act in acts]
     acts: list[AuditEntry] = []
-    recorded: list[set[int]] = []  # by which shards
+    recent: list[tuple[AuditEntry, set[int]]] = []  # acts on all, with the shards that told them
     for act, number in sorted(numbered, key=lambda one: one[0].at):
+        recent = [one for one in recent if act.at - one[0].at < SAME_ACT_S]
         same = [
-            by
-            for one, by in zip(acts, recorded, strict=True)
-            if act.act in OF_ALL
-            and (one.act, one.actor) == (act.act, act.actor)
-            and act.at - one.at < SAME_ACT_S
-            and number not in by
+            told
+            for one, told in recent
+            if (one.act, one.actor) == (act.act, act.actor) and number not in told
         ]
         if same:
             same[0].add(number)
-        else:
-            acts.append(act)
-            recorded.append({number})
+            continue
+        acts.append(act)
+        if act.act in OF_ALL:
+            recent.append((act, {number}))
     accesses = [one for one in acts if one.act in ACCESSES][-arguments[0] :]
     others = [one for one in acts if one.act not in ACCESSES][-arguments[0] :]
     return sorted((*accesses, *others), key=lambda one: one.at)

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.exc import DBAPIError
-
 from skyrl_actors.commands.terminal import bar, console
 from skyrl_actors.config.journal import JournalConfig
 from skyrl_actors.config.keys import masked
@@ -46,7 +44,7 @@ def backup(config: Path, target: Path, overrides: Sequence[str], since: Path | N
     """Copy a service's journal and checkpoints, while it runs or not. Raises ConfigError."""
     try:
         _backup(config, target, overrides, since)
-    except (OSError, DBAPIError) as error:
+    except (OSError, copying.SQLAlchemyError) as error:
         reason = masked(str(error).partition("\n")[0])
         raise ConfigError(f"no backup was made: {reason}") from error
 

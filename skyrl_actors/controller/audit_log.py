@@ -50,7 +50,8 @@ class AuditLog:
                 raise
             log.error("a read of %s by %s is not recorded: %s", path, actor, error)
         else:
-            self._read.add((owner, path))
+            if act == "read":
+                self._read.add((owner, path))
 
     async def audit(
         self, last: int, since: float = 0.0, until: float | None = None

@@ -43,10 +43,10 @@ class JaxAdapters:
     ) -> LoadedAdapter | None:
         """Return the adapter and count a user of it until `release`. One call at a time.
 
-        Returns None if samples use all others, or if it was dropped since it was read.
+        Returns None if it must wait for the samples of others; then wait for `changed`.
         """
         held = self.resident.use(manifest.version)
-        if held is not None or found is None:
+        if held is not None or found is None or manifest.version in self.resident.versions:
             return held
         try:
             while (old := self.resident.to_drop()) is not None:
@@ -54,7 +54,14 @@ class JaxAdapters:
         except LookupError:
             return None
         self.resident.add(manifest.version, found)
-        return self.resident.use(manifest.version)
+        return self.resident.take(manifest.version)
+
+    async def changed(
+        self, seeker: object, manifest: WeightManifest, found: LoadedAdapter | None
+    ) -> None:
+        """Wait for room, unless the adapter was dropped after it was found to be held."""
+        if found is not None or manifest.version in self.resident.versions:
+            await self.resident.changed(seeker, manifest.version)
 
     def release(self, manifest: WeightManifest | None) -> None:
         if manifest is not None:

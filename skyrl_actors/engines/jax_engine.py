@@ -212,22 +212,25 @@ class JaxEngine:
 
     async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoadedAdapter | None:
         """Return the adapter, which is then in use, when the engine holds the needed weights."""
-        while True:
-            found = None
-            if adapter is not None:  # before the lock: others do not wait for these files
-                found = await self._adapters.read(self._network, adapter)
-            async with self._adapter_lock:
-                if self.asleep or self._loaded != needed:
-                    raise InternalError(
-                        f"engine {self.spec.name} holds {self._loaded} (asleep: {self.asleep}), "
-                        f"not {needed}"
-                    )
-                if adapter is None:
-                    return None
-                if (held := await self._adapters.taken(adapter, found)) is not None:
-                    return held
-            if found is not None:
-                await self._adapters.resident.room.wait()
+        seeker = object()
+        try:
+            while True:
+                found = None
+                if adapter is not None:  # before the lock: others do not wait for these files
+                    found = await self._adapters.read(self._network, adapter)
+                async with self._adapter_lock:
+                    if self.asleep or self._loaded != needed:
+                        raise InternalError(
+                            f"engine {self.spec.name} holds {self._loaded} "
+                            f"(asleep: {self.asleep}), not {needed}"
+                        )
+                    if adapter is None:
+                        return None
+                    if (held := await self._adapters.taken(adapter, found)) is not None:
+                        return held
+                await self._adapters.changed(seeker, adapter, found)
+        finally:
+            self._adapters.resident.leave(seeker)
 
     async def drop_adapters(self, versions: tuple[str, ...]) -> None:
         async with self._adapter_lock:

@@ -1,14 +1,14 @@
 """Which adapters an engine holds in memory, and which of them samples use (no torch, no vLLM).
 
-Adapters that no sample uses make room for others, the least recently used first.
+Adapters that no sample uses make room for others, the least recently used first. While somebody
+waits for room, that one takes no new samples, so its last one ends.
 """
 
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
-
-from skyrl_actors.engines.versions import once
 
 H = TypeVar("H")
 T = TypeVar("T")
@@ -18,11 +18,13 @@ class ResidentAdapters(Generic[H]):
     """At most `most` adapters by version; H is what the engine keeps for each."""
 
     def __init__(self, most: int):
-        self.room = asyncio.Event()  # set when a sample ends, for those that wait for room
+        self.room = asyncio.Event()
         self._most = most
         self._held: OrderedDict[str, H] = OrderedDict()
         self._users: Counter[str] = Counter()
-        self._reads: dict[Any, asyncio.Task[Any]] = {}
+        self._seekers: set[object] = set()
+        self._reads: dict[str, asyncio.Task[Any]] = {}
+        self._readers: Counter[str] = Counter()
 
     @property
     def versions(self) -> tuple[str, ...]:
@@ -30,12 +32,31 @@ class ResidentAdapters(Generic[H]):
 
     async def read(self, version: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Read or check an adapter's files once for all that wait, unless it is held."""
-        return None if version in self._held else await once(self._reads, version, work)
+        if version in self._held:
+            return None
+        if version not in self._reads:
+            self._reads[version] = asyncio.create_task(work())
+        task = self._reads[version]
+        self._readers[version] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._readers[version] -= 1
+            if not self._readers[version]:  # the next one looks at the files again
+                del self._readers[version], self._reads[version]
+                task.cancel()
 
     def use(self, version: str) -> H | None:
-        """Count a sample as a user until `release`. Returns None if the adapter is not held."""
-        if version not in self._held:
+        """Count a sample as a user until `release`.
+
+        Returns None if the adapter is not held, or makes room for another.
+        """
+        if version not in self._held or version == self._leaving():
             return None
+        return self.take(version)
+
+    def take(self, version: str) -> H:
+        """Count a sample as a user of a held adapter, also if that makes room for another."""
         self._held.move_to_end(version)
         self._users[version] += 1
         return self._held[version]
@@ -47,26 +68,40 @@ class ResidentAdapters(Generic[H]):
         self.room.set()
 
     def add(self, version: str, held: H) -> None:
-        self._reads.pop(version, None)  # the next read looks at the files again
         self._held[version] = held
 
     def to_drop(self) -> str | None:
         """Return what must be dropped before another is added; None if nothing need be.
 
-        Raises LookupError if samples use all of them. Then wait for `room`.
+        Raises LookupError if samples use all of them.
         """
         if len(self._held) < self._most:
             return None
         for version in self._held:
             if version not in self._users:
                 return version
-        self.room.clear()
         raise LookupError
 
+    async def changed(self, seeker: object, version: str) -> None:
+        """Wait until a sample has ended, or another has stopped waiting.
+
+        `seeker` waits for room until `leave`, if its version is not held.
+        """
+        if version not in self._held:
+            self._seekers.add(seeker)
+        self.room.clear()
+        await self.room.wait()
+
+    def leave(self, seeker: object) -> None:
+        with suppress(KeyError):
+            self._seekers.remove(seeker)
+            self.room.set()
+
+    def _leaving(self) -> str | None:
+        return next(iter(self._held)) if self._seekers and len(self._held) >= self._most else None
+
     def pop(self, version: str) -> H | None:
-        self._reads.pop(version, None)
         return self._held.pop(version, None)
 
     def clear(self) -> None:
-        self._reads.clear()
         self._held.clear()

@@ -46,19 +46,31 @@ class VllmAdapters:
     async def taken(self, llm: AsyncLLM, manifest: WeightManifest) -> LoRARequest | None:
         """Load a checked adapter if necessary, and count a user of it until `release`.
 
-        Returns None if samples use all that vLLM has room for; then wait for `resident.room`. One
+        Returns None if it must wait for the samples of other adapters; then wait for `changed`. One
         call at a time. Raises InvalidRequest if vLLM cannot load it.
         """
-        if (number := self.resident.use(manifest.version)) is None:
+        version = manifest.version
+        if (number := self.resident.use(version)) is None:
+            if version in self.resident.versions:
+                return None
             try:
                 while (old := self.resident.to_drop()) is not None:
                     await self.drop(llm, old)
             except LookupError:
                 return None
-            self.resident.add(manifest.version, await self._loaded(llm, manifest))
-            number = self.resident.use(manifest.version)
-            assert number is not None
-        return LoRARequest(manifest.version, number, manifest.path)
+            await self._load(llm, manifest)
+            number = self.resident.take(version)
+        return LoRARequest(version, number, manifest.path)
+
+    async def _load(self, llm: AsyncLLM, manifest: WeightManifest) -> None:
+        """Load an adapter. vLLM does so too if the caller is cancelled, which then waits for it."""
+        loading = asyncio.ensure_future(self._loaded(llm, manifest))
+        try:
+            await asyncio.shield(loading)
+        finally:
+            await asyncio.wait((loading,))
+            if not loading.cancelled() and loading.exception() is None:
+                self.resident.add(manifest.version, loading.result())
 
     async def _loaded(self, llm: AsyncLLM, manifest: WeightManifest) -> int:
         number = next(self._numbers)

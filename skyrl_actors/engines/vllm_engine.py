@@ -218,25 +218,29 @@ class VllmEngine:
         The engine may go to sleep at any time afterwards. vLLM then starts the sample when it
         wakes.
         """
-        while True:
-            if adapter is not None:  # before the lock: others do not wait for these files
-                await self._adapters.check(adapter)
-            async with self._adapter_lock:
-                if not (self.asleep and self.spec.keeps_in_flight):
-                    if self.asleep or self._loaded != needed:
+        seeker = object()
+        try:
+            while True:
+                if adapter is not None:  # before the lock: others do not wait for these files
+                    await self._adapters.check(adapter)
+                async with self._adapter_lock:
+                    if freezes := self.asleep and self.spec.keeps_in_flight:
+                        self._woken.clear()
+                    elif self.asleep or self._loaded != needed:
                         raise InternalError(
                             f"engine {self.spec.name} holds {self._loaded} "
                             f"(asleep: {self.asleep}), not {needed}"
                         )
-                    if adapter is None:
+                    elif adapter is None:
                         return None
-                    if (lora := await self._adapters.taken(self.llm, adapter)) is not None:
+                    elif (lora := await self._adapters.taken(self.llm, adapter)) is not None:
                         return lora
-                    change = self._adapters.resident.room
-                else:
-                    change = self._woken
-                    change.clear()
-            await change.wait()
+                if freezes:
+                    await self._woken.wait()
+                elif adapter is not None:
+                    await self._adapters.resident.changed(seeker, adapter.version)
+        finally:
+            self._adapters.resident.leave(seeker)
 
     async def drop_adapters(self, versions: tuple[str, ...]) -> None:
         async with self._adapter_lock:

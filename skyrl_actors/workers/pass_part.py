@@ -78,4 +78,6 @@ class PassPart:
         The ratio of a sequence also covers tokens whose weight is 0.
         """
         counted, mask = self.counted(where), self.columns.fields.get(SEQUENCE_RATIO_MASK)
-        return counted if mask is None else counted | (mask[where] != 0)
+        if mask is None or counted.all():  # also of a custom loss, whose inputs have any shape
+            return counted
+        return counted | (mask[where] != 0)

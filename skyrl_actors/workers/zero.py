@@ -55,7 +55,7 @@ from skyrl_actors.workers.state import (
     update_groups,
 )
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
-from skyrl_actors.workers.zero_module import check_can_be_partitioned, module_in
+from skyrl_actors.workers.zero_module import check_can_be_partitioned, module_in, norm_before
 from skyrl_actors.workers.zero_settings import zero_settings
 
 # This operator is for inference. Each start on a CPU would compile it, and it fails without a
@@ -215,12 +215,13 @@ class ZeroState:
     def step(self, adam: AdamParams) -> float:
         if not self._has_own_gradient:
             self._add_zeros()
+        self._optimizer.clip_grad = clip = adam.grad_clip_norm
+        check_norm(norm_before(self._optimizer), self, clip)
         update_groups(self._optimizer.param_groups, adam)
-        self._optimizer.clip_grad = adam.grad_clip_norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         self.pending = self._has_own_gradient = False
-        check_norm(norm, self, adam.grad_clip_norm)
+        check_norm(norm, self, clip)
         self.num_steps += 1
         if self.num_steps == 1:
             self._link_moments()

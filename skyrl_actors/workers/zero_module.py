@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
@@ -39,3 +40,13 @@ def check_can_be_partitioned(module: nn.Module) -> None:
             f"strategy deepspeed stage 3 cannot train {type(module).__name__}, which has layers "
             "with a state; use fsdp2, or deepspeed stage 1 or 2"
         )
+
+
+def norm_before(optimizer: Any) -> float:
+    """Return the norm of the gradients that DeepSpeed is about to apply, if it must be checked.
+
+    Stage 3 computes it in float64 and makes any step. Others refuse what float32 cannot square.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack(optimizer._get_norm_groups())))

@@ -271,10 +271,14 @@ async def test_reads_of_a_published_checkpoint_are_recorded_once_an_hour(control
     for _ in range(3):
         await log.note_access("read", ANN, "tinker://m/weights/one")
     await log.note_access("publish", ANN, "tinker://m/weights/one")
+    await log.note_access("expire", ANN, "tinker://m/weights/two")
+    await log.note_access("read", ANN, "tinker://m/weights/two")  # another act hides no read
     found = await log.audit(10)
     assert [(one.act, one.actor) for one in found] == [
         ("read", "key of ann"),
         ("publish", "key of ann"),
+        ("expire", "key of ann"),
+        ("read", "key of ann"),
     ]
     assert await log.audit(10, since=found[-1].at + 1) == []
     assert await log.audit(10, until=found[0].at) == []

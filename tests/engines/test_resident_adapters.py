@@ -102,6 +102,73 @@ async def test_an_adapter_in_use_stays_and_another_waits(tmp_path: Path):
     assert set(vllm.held.values()) == {"a@1", "c@1"}
 
 
+async def test_overlapping_samples_of_one_adapter_do_not_starve_another(tmp_path: Path):
+    engine = engine_with(Vllm(1), most=1)
+    a, b = adapter(tmp_path, "a"), adapter(tmp_path, "b")
+    served = 0
+
+    async def sample() -> None:
+        nonlocal served
+        await engine._prepare(a, "base")
+        await asyncio.sleep(0.02)
+        engine._adapters.release(a)
+        served += 1
+
+    async def keep_on() -> None:
+        while True:
+            await sample()
+
+    clients = [asyncio.ensure_future(keep_on())]
+    await asyncio.sleep(0.01)
+    clients.append(asyncio.ensure_future(keep_on()))  # there is always a sample of a
+    while served < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(engine._prepare(b, "base"), 5)
+    before = served
+    engine._adapters.release(b)
+    while served < before + 4:  # noqa: ASYNC110  and those of a go on
+        await asyncio.sleep(0.01)
+    for client in clients:
+        client.cancel()
+
+
+async def test_a_sample_that_stops_waiting_for_room_lets_others_in(tmp_path: Path):
+    engine = engine_with(Vllm(1), most=1)
+    a, b = adapter(tmp_path, "a"), adapter(tmp_path, "b")
+    await engine._prepare(a, "base")
+    waiter = asyncio.ensure_future(engine._prepare(b, "base"))
+    await asyncio.wait((waiter,), timeout=0.1)
+    behind = asyncio.ensure_future(engine._prepare(a, "base"))
+    await asyncio.wait((behind,), timeout=0.1)
+    assert not waiter.done() and not behind.done()
+    waiter.cancel()
+    await asyncio.wait_for(behind, 5)
+
+
+async def test_an_adapter_whose_sample_is_cancelled_during_the_load_is_known(tmp_path: Path):
+    vllm, begun, loaded = Vllm(2), asyncio.Event(), asyncio.Event()
+    engine, add = engine_with(vllm), vllm.add_lora
+
+    async def slow(request: Any) -> None:
+        begun.set()
+        await loaded.wait()
+        await add(request)
+
+    engine._llm.add_lora = slow
+    first = asyncio.ensure_future(engine._prepare(adapter(tmp_path, "a"), "base"))
+    await begun.wait()
+    first.cancel()
+    loaded.set()
+    await asyncio.wait((first,))
+    assert first.cancelled() and set(vllm.held.values()) == {"a@1"}
+    assert engine._adapters.resident.versions == ("a@1",)
+    for name in "bc":  # vLLM never has to drop one by itself
+        one = adapter(tmp_path, name)
+        await engine._prepare(one, "base")
+        engine._adapters.release(one)
+    assert set(vllm.held.values()) == {"b@1", "c@1"}
+
+
 async def test_files_that_are_gone_when_they_are_needed_again_refuse_one_sample(tmp_path: Path):
     vllm = Vllm(1)
     engine = engine_with(vllm, most=1)
@@ -182,3 +249,5 @@ async def test_readers_of_one_adapter_share_the_read_and_a_failed_one_is_repeate
     assert await asyncio.gather(held.read("a", read), held.read("a", read)) == [7, 7]
     held.add("a", 7)
     assert await held.read("a", read) is None and len(reads) == 2
+    held.pop("a")
+    assert await held.read("a", read) == 7 and len(reads) == 3  # the files may have changed

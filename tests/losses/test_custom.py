@@ -1,6 +1,7 @@
 """Compare uploaded losses with the same loss run by the SDK, and refuse forged graphs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,16 @@ def test_a_loss_that_fails_on_some_rows_refuses_only_its_own_request(random_base
     gradients = worker.models["a"].state.copied_gradients()
     worker.drop_gradients("a")
     custom = losses.find("custom").checked({"loss_id": loss_id})
+    wide = batch(3, (5,))
+    for field in list(wide.fields):
+        wide.fields[field] = np.stack([wide.fields[field]] * 2, axis=1)
+    wide.fields["sequence_ratio_mask"] = np.zeros((5, 2), np.float32)  # any name, any shape
+    wide = replace(wide, widths=np.full(1, 2, np.int64))
+    odd = PartCall(model_id="b", rows=(0,), columns=wide, loss=custom)
+    assert [type(one) for one in worker.forward_backward((plain, odd), True)] == [
+        RowOutput,
+        Refused,
+    ]
     found, refused = worker.forward_backward((plain, call("b", (12, 7), custom)), False)
     assert isinstance(refused, Refused) and refused.clean
     assert "custom loss" in str(refused.error) and "IndexError" in str(refused.error)
