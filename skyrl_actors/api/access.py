@@ -4,6 +4,7 @@ Every id that the service creates for an API key contains the owner's mark. Mode
 checkpoints and requests contain such an id. So ownership is read from the id and needs no table.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -11,7 +12,7 @@ from fastapi import Request
 from skyrl_actors.api.credentials import Grant
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import grant_of_credential
-from skyrl_actors.messages.errors import NotFound, UserError
+from skyrl_actors.messages.errors import Corrupt, NotFound, UserError
 from skyrl_actors.messages.keys import Act, Role
 from skyrl_actors.messages.paths import TinkerPath, is_id, owner_mark, owner_of
 
@@ -81,11 +82,17 @@ async def readable(request: Request, path: TinkerPath, token: str | None = None)
 
 
 async def note_admin(request: Request, act: Act, id_: str, path: TinkerPath | None = None) -> None:
-    """Record an act of an admin on what another key owns: an id, or a path of this model."""
-    caller = caller_of(request)
-    if caller.role == "admin" and owner_of(id_) != caller.owner:
-        subject = id_ if path is None else str(path)
-        await state_of(request).client.calls.note_access(act, caller.owner or "", subject)
+    """Record an act of an admin on what another key owns: an id, or a path of this model.
+
+    Raises NotFound, and records nothing, if there is no such checkpoint.
+    """
+    caller, calls = caller_of(request), state_of(request).client.calls
+    if caller.role != "admin" or owner_of(id_) == caller.owner:
+        return
+    if path is not None:
+        with suppress(Corrupt):  # then it is there
+            await calls.checkpoint_spec(path)
+    await calls.note_access(act, caller.owner or "", id_ if path is None else str(path))
 
 
 async def is_public(state: ApiState, path: TinkerPath) -> bool:

@@ -20,7 +20,7 @@ def tenants_in(text: str) -> set[str]:
 async def test_without_keys_everybody_reads_all(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
         await sampled(http)
-        answer = await http.get("http://local/metrics")
+        answer = await http.get("http://localhost/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert 'skyrl_actors_operations_total{outcome="ok",service="' in answer.text
         assert "-" in tenants_in(answer.text)
@@ -33,9 +33,11 @@ async def test_a_key_reads_its_own_rows_and_an_admin_those_of_all(tmp_path: Path
         await keys_of(anyone).add_key(admin, "eve")
         for key in (ANN, BOB):
             await sampled(holder(anyone, key))
-        assert (await anyone.get("http://local/metrics")).status_code == 401
-        read = {key: await holder(anyone, key).get("http://local/metrics") for key in (ANN, ROOT)}
+        assert (await anyone.get("http://localhost/metrics")).status_code == 401
+        read = {
+            key: await holder(anyone, key).get("http://localhost/metrics") for key in (ANN, ROOT)
+        }
         assert tenants_in(read[ANN].text) == {"ann"}
         assert {"ann", "bob"} <= tenants_in(read[ROOT].text)
         bearer = {"Authorization": f"Bearer {ANN}"}  # as Prometheus sends it
-        assert (await anyone.get("http://local/metrics", headers=bearer)).status_code == 200
+        assert (await anyone.get("http://localhost/metrics", headers=bearer)).status_code == 200

@@ -296,6 +296,7 @@ async def test_acts_of_an_admin_on_what_others_own_are_recorded(anyone: httpx.As
         assert (await who.get(f"{path}/archive")).status_code == 302
         assert (await who.put(f"{path}/ttl", json={"ttl_seconds": 600})).status_code == 200
     assert (await root.delete(path)).status_code == 200
+    assert (await root.delete(path)).status_code == 404  # not recorded: it is gone
     assert (await root.post("/unload_model", json={"model_id": model})).status_code == 200
     assert (await root.post(f"/sessions/{session}/finish", json={})).status_code == 200
     acts = await keys_of(anyone).audit(20)
