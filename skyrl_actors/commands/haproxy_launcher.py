@@ -21,6 +21,8 @@ CURRENT, CLOSING = "current.pid", "closing"
 # time for a new manager of Serve to take over after the old one died
 HANDOVER_S = float(os.environ.get("SKYRL_ACTORS_HANDOVER_S", "60"))
 LIVED_S, SHORT_LIVES = 2.0, 5
+CLIENTS = ("frontend http_frontend", "frontend grpc_frontend")
+EVERYWHERE = re.compile(r"^( *bind )\*?:(\d)")
 
 
 def main() -> None:
@@ -42,21 +44,23 @@ def main() -> None:
 def correct_config(config: Path) -> None:
     """Correct the config that Ray wrote.
 
-    Ray binds HAProxy's statistics to every address. Here they are bound to this machine. Ray also
-    answers 404 while it does not know the application, for example after its own restart. Clients
-    treat 404 as final, but retry after 503.
+    Ray binds HAProxy's statistics to every address. Here they are bound to this machine. The
+    sections of CLIENTS keep their address, which is `http.host`. Ray also answers 404 while it does
+    not know the application, for example after its own restart. Clients treat 404 as final, but
+    retry after 503.
     """
-    text = re.sub(r"(?m)^( *bind )\*?:(\d)", r"\g<1>127.0.0.1:\2", config.read_text())
-    lines = text.splitlines(keepends=True)
-    config.write_text("".join(_mended(line) for line in lines))
+    section, lines = "", list[str]()
+    for line in config.read_text().splitlines(keepends=True):
+        if line[:1].isalpha():
+            section = line.strip()
+        lines.append(_mended(section, line))
+    config.write_text("".join(lines))
 
 
-def _mended(line: str) -> str:
-    return (
-        line.replace("return status 404", "return status 503")
-        if "not found. Ping" in line
-        else line
-    )
+def _mended(section: str, line: str) -> str:
+    if "not found. Ping" in line:
+        return line.replace("return status 404", "return status 503")
+    return line if section in CLIENTS else EVERYWHERE.sub(r"\g<1>127.0.0.1:\2", line)
 
 
 def alone(arguments: list[str]) -> list[str]:

