@@ -44,7 +44,12 @@ def refuse_shard(name: str) -> None:
 
 
 def check_port(config: ClusterConfig) -> None:
-    """Raise ConfigError if another program has the address."""
+    """Raise ConfigError if another program has the address, or it is one of IPv6."""
+    if ":" in config.http.host:
+        raise ConfigError(
+            f"http.host is {config.http.host}: the endpoint listens on IPv4 only; use 0.0.0.0 "
+            "or an IPv4 address of this machine, and a proxy for clients with IPv6"
+        )
     address = f"{config.http.host}:{config.http.port}"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

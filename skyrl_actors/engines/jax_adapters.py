@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_actors.engines.adapter_files import check_adapter
+from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.interface import EngineSpec
 from skyrl_actors.engines.resident_adapters import ResidentAdapters
 from skyrl_actors.jax_workers.draws import LoadedAdapter
@@ -21,11 +22,14 @@ class JaxAdapters:
         spec: EngineSpec,
         base_shapes: Mapping[str, tuple[int, ...]],
         forget: Callable[[LoadedAdapter], Awaitable[None]],
+        deadlines: PausableDeadlines,
     ):
         self._spec = spec
         self._base_shapes = base_shapes
         self._forget = forget
-        self.resident: ResidentAdapters[LoadedAdapter] = ResidentAdapters(spec.max_adapters)
+        self.resident: ResidentAdapters[LoadedAdapter] = ResidentAdapters(
+            spec.max_adapters, deadlines
+        )
 
     async def read(self, network: Any, manifest: WeightManifest) -> LoadedAdapter | None:
         """Check and read the files, unless the adapter is held. Raises InvalidRequest."""

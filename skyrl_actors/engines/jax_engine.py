@@ -55,13 +55,13 @@ class JaxEngine:
         self._generator: Generator | None = None
         self._loaded: str | None = None
         shapes = {t.name: t.shape for part in base_parts(spec) for t in part.tensors}
-        self._adapters = JaxAdapters(spec, shapes, self._forget)
         # Held while an adapter changes and while the engine goes to sleep, so neither interrupts
         # the other.
         self._adapter_lock = asyncio.Lock()
         self._computing = threading.Lock()  # of the network, which one thread at a time uses
         self._awake: set[str] = {"weights", "kv_cache"}
         self._deadlines = PausableDeadlines(spec.call_timeout_s)
+        self._adapters = JaxAdapters(spec, shapes, self._forget, self._deadlines)
         self._asked: dict[str, _Asked] = {}
         self._work, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()

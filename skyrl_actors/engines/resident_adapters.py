@@ -10,6 +10,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from skyrl_actors.engines.deadlines import PausableDeadlines
+from skyrl_actors.messages.errors import InternalError
+
 H = TypeVar("H")
 T = TypeVar("T")
 
@@ -17,7 +20,8 @@ T = TypeVar("T")
 class ResidentAdapters(Generic[H]):
     """At most `most` adapters by version; H is what the engine keeps for each."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, deadlines: PausableDeadlines):
+        self._deadlines = deadlines
         self.room = asyncio.Event()
         self._most = most
         self._held: OrderedDict[str, H] = OrderedDict()
@@ -85,12 +89,20 @@ class ResidentAdapters(Generic[H]):
     async def changed(self, seeker: object, version: str) -> None:
         """Wait until a sample has ended, or another has stopped waiting.
 
-        `seeker` waits for room until `leave`, if its version is not held.
+        `seeker` waits for room until `leave`, if its version is not held. Raises InternalError
+        after the deadline of a sample.
         """
         if version not in self._held:
             self._seekers.add(seeker)
         self.room.clear()
-        await self.room.wait()
+        try:
+            async with self._deadlines.within():
+                await self.room.wait()
+        except TimeoutError:
+            raise InternalError(
+                f"adapter {version} found no room in time: running samples use "
+                f"{', '.join(self._users)}"
+            ) from None
 
     def leave(self, seeker: object) -> None:
         with suppress(KeyError):

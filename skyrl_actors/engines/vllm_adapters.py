@@ -15,6 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.adapter_files import check_adapter
+from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.engine_args import most_adapters
 from skyrl_actors.engines.interface import EngineSpec
 from skyrl_actors.engines.resident_adapters import ResidentAdapters
@@ -29,13 +30,17 @@ class VllmAdapters:
     """Adapters by version. `dead` is set when vLLM must be restarted."""
 
     def __init__(
-        self, spec: EngineSpec, base_shapes: Mapping[str, tuple[int, ...]], dead: asyncio.Event
+        self,
+        spec: EngineSpec,
+        base_shapes: Mapping[str, tuple[int, ...]],
+        dead: asyncio.Event,
+        deadlines: PausableDeadlines,
     ):
         self._spec = spec
         self._base_shapes = base_shapes
         self._dead = dead
         self._numbers = count(1)  # vLLM's ids, which are never used again
-        self.resident: ResidentAdapters[int] = ResidentAdapters(most_adapters(spec))
+        self.resident: ResidentAdapters[int] = ResidentAdapters(most_adapters(spec), deadlines)
 
     async def check(self, manifest: WeightManifest) -> None:
         """Check the files of an adapter that is not loaded. Raises InvalidRequest."""

@@ -71,7 +71,7 @@ class VllmEngine:
         self._processes: list[psutil.Process] = []
         self.dead = asyncio.Event()  # vLLM's own process has ended
         shapes = {t.name: t.shape for part in base_parts(spec) for t in part.tensors}
-        self._adapters = VllmAdapters(spec, shapes, self.dead)
+        self._adapters = VllmAdapters(spec, shapes, self.dead, self._deadlines)
 
     async def start(self) -> None:
         try:

@@ -14,11 +14,12 @@ from safetensors.numpy import save_file
 from skyrl_actors.config.cluster import EngineConfig, RestartConfig
 from skyrl_actors.config.engines import ExternalEngineConfig
 from skyrl_actors.engines import vllm_adapters
+from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.external_engine import ExternalEngine
 from skyrl_actors.engines.interface import EngineProcess, EngineSpec
 from skyrl_actors.engines.resident_adapters import ResidentAdapters
 from skyrl_actors.engines.vllm_engine import VllmEngine
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.weights import WeightManifest
 
@@ -145,6 +146,16 @@ async def test_a_sample_that_stops_waiting_for_room_lets_others_in(tmp_path: Pat
     await asyncio.wait_for(behind, 5)
 
 
+async def test_a_wait_for_room_ends_and_says_who_has_it(tmp_path: Path):
+    engine = engine_with(Vllm(1), most=1)
+    engine._deadlines._seconds = 0.1
+    a, b = adapter(tmp_path, "a"), adapter(tmp_path, "b")
+    await engine._prepare(a, "base")
+    with pytest.raises(InternalError, match=r"adapter b@1 found no room in time: .* use a@1"):
+        await engine._prepare(b, "base")
+    await asyncio.wait_for(engine._prepare(a, "base"), 5)  # nobody waits for its place any more
+
+
 async def test_an_adapter_whose_sample_is_cancelled_during_the_load_is_known(tmp_path: Path):
     vllm, begun, loaded = Vllm(2), asyncio.Event(), asyncio.Event()
     engine, add = engine_with(vllm), vllm.add_lora
@@ -234,7 +245,7 @@ async def test_a_load_on_a_server_by_url_holds_up_no_other_sample(tmp_path: Path
 
 
 async def test_readers_of_one_adapter_share_the_read_and_a_failed_one_is_repeated():
-    held: ResidentAdapters[int] = ResidentAdapters(2)
+    held: ResidentAdapters[int] = ResidentAdapters(2, PausableDeadlines(60.0))
     reads: list[int] = []
 
     async def read() -> int:
