@@ -8,7 +8,7 @@ in place, because virtual time passes only between callbacks.
 
 Tokens are counted in units of 8: an answer of 4,096 tokens is an array of 512. With `--unit 64` the
 journal of a day fits on a disk of 32 GiB. The engines can sample less than the tenants ask for, so
-what each tenant gets is decided by the queues.
+what each tenant gets is decided by the queues. SIGINT ends it at the next reading, with results.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import asyncio
 import os
 import random
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -259,10 +260,15 @@ class Recorder:
         self.readings: list[Reading] = []
         self._at_warm: list[tuple[int, int]] = [(0, 0)] * len(tenants)
         self._cpu_s, self._busy_s, self._number = time.process_time(), 0.0, 0
+        self._is_ended = False
+
+    def end(self, *_: Any) -> None:
+        """Let `follow` end at the next reading; a handler of signals."""
+        self._is_ended = True
 
     async def follow(self, hours: float, every_s: float) -> None:
         loop, is_warm = asyncio.get_running_loop(), False
-        while loop.time() < hours * HOUR_S:
+        while loop.time() < hours * HOUR_S and not self._is_ended:
             await asyncio.sleep(every_s)
             if not is_warm and loop.time() >= hours * HOUR_S / 4:
                 is_warm = True
@@ -327,6 +333,7 @@ async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     heap.keep_present_objects()
     living = [asyncio.ensure_future(tenant.live(controller)) for tenant in tenants]
     recorder = Recorder(controller, tenants, farm, folder)
+    signal.signal(signal.SIGINT, recorder.end)
     following = asyncio.ensure_future(recorder.follow(options.hours, options.every_s))
     await asyncio.wait([following, *living], return_when=asyncio.FIRST_COMPLETED)
     for one in living:
@@ -342,7 +349,7 @@ async def simulated(options: argparse.Namespace, folder: Path) -> dict[str, Any]
         "tenants": len(tenants),
         "unit": options.unit,
         "jain": recorder.jain(),
-        "hours": options.hours,
+        "hours": recorder.readings[-1]["hour"],
         "restart_s": round(restart_s, 2),
         "open_at_restart": again.queue.num_open,
         "steps": {
