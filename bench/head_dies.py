@@ -53,7 +53,7 @@ def redis() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="bench-redis-") as folder:
-        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
+        command = [program, "--port", str(port), "--bind", "0.0.0.0", "--protected-mode", "no", "--dir", folder]
         server = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
         try:
             yield f"127.0.0.1:{port}"

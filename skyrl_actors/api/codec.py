@@ -1,7 +1,6 @@
 """Decode requests from protobuf and JSON to Columns. This module does not use HTTP."""
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from skyrl_actors.api import schema
-from skyrl_actors.api.compression import BodyTooLarge
 from skyrl_actors.api.pictures import PictureReader, Row
+from skyrl_actors.api.tensors import DTYPES, SparseBound, array_of, numbers, shaped
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.columns import check_num_datums, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
@@ -23,15 +22,8 @@ from skyrl_actors.messages.narrowing import is_array, is_mapping
 from skyrl_actors.messages.requests import ForwardBackward
 from skyrl_actors.messages.sampling import PromptTargets, SparseLayout
 
-DTYPES = {
-    schema.FLOAT32: np.float32,
-    schema.INT64: np.int64,
-    "float32": np.float32,
-    "int64": np.int64,
-}
-
-
 SERVED = "only text tokens and images are served"
+RESIZE = "resize the image before it is sent"
 
 
 class _ModelOfBody(msgspec.Struct):
@@ -48,17 +40,29 @@ def model_id_in(body: bytes, is_proto: bool) -> str:
         return ""
 
 
-def forward_backward_from_proto(
-    body: bytes, limit: int = 2**31, reader: PictureReader | None = None
-) -> ForwardBackward:
-    """Decode the protobuf of /forward_backward (SDK 0.25 and later)."""
-    reader = reader or PictureReader(None, LimitsConfig())
+def batch_of(body: bytes) -> Any:
+    """Parse the protobuf of /forward_backward (SDK 0.25 and later)."""
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequest(f"the body is not a ForwardBackwardRequest: {error}") from None
     check_num_datums(len(message.data))
+    return message
+
+
+def forward_backward_from_proto(
+    body: bytes, limit: int = 2**31, reader: PictureReader | None = None
+) -> ForwardBackward:
+    """Decode the protobuf of /forward_backward."""
+    return forward_backward_of(batch_of(body), limit, reader)
+
+
+def forward_backward_of(
+    message: Any, limit: int = 2**31, reader: PictureReader | None = None
+) -> ForwardBackward:
+    """Convert a ForwardBackwardRequest."""
+    reader = reader or PictureReader(None, LimitsConfig())
     bound = SparseBound(limit)
     examples = [_example_from_proto(i, d, bound, reader) for i, d in enumerate(message.data)]
     config: dict[str, Any] = dict(message.loss_fn_config)
@@ -76,15 +80,19 @@ def forward_backward_from_proto(
 
 
 def _example_from_proto(
-    index: int, datum: Any, bound: "SparseBound", reader: PictureReader
+    index: int, datum: Any, bound: SparseBound, reader: PictureReader
 ) -> Example:
     row = Row(f"datum {index}", reader)
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("kind")
         if kind == "encoded_text":
-            row.add_text(_array(chunk.encoded_text.tokens, np.int32, "tokens"))
+            row.add_text(array_of(chunk.encoded_text.tokens, np.int32, "tokens"))
         elif kind == "image":
             own = chunk.image
+            if own.HasField("override_dimensions"):
+                raise InvalidRequest(
+                    f"datum {index} has an image with override_dimensions; {RESIZE}"
+                )
             expected = own.expected_tokens if own.HasField("expected_tokens") else None
             row.add_image(own.data, own.format, expected)
         else:
@@ -96,76 +104,18 @@ def _example_from_proto(
     return row.example(fields)
 
 
-def _tensor_from_proto(what: str, tensor: Any, bound: "SparseBound") -> NDArray[np.generic]:
+def _tensor_from_proto(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:
     if tensor.dtype not in DTYPES:
         raise InvalidRequest(f"{what} has dtype {tensor.dtype}; use float32 or int64")
     shape = list(tensor.shape)
     if tensor.WhichOneof("kind") != "sparse_csr":
-        return _shaped(_array(tensor.dense, DTYPES[tensor.dtype], what), shape, what)
+        return shaped(array_of(tensor.dense, DTYPES[tensor.dtype], what), shape, what)
     csr = tensor.sparse_csr
-    crow, col = _array(csr.crow_indices, np.int64, what), _array(csr.col_indices, np.int64, what)
-    return bound.dense(what, shape, _array(csr.values, DTYPES[tensor.dtype], what), crow, col)
-
-
-def _array(data: bytes, dtype: Any, name: str) -> NDArray[Any]:
-    try:
-        return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
-    except ValueError as error:
-        raise InvalidRequest(f"{name}: {error}") from None
-
-
-def _shaped(flat: NDArray[Any], shape: Sequence[int], what: str) -> NDArray[Any]:
-    """Reshape; without a shape, the array stays one-dimensional."""
-    if flat.ndim != 1:
-        raise InvalidRequest(f"{what}: data must be a flat list; give its shape in `shape`")
-    if not shape:
-        return flat
-    if min(shape) < 0 or math.prod(shape) != flat.size:
-        raise InvalidRequest(f"{what} has {flat.size} values but shape {list(shape)}")
-    try:
-        return flat.reshape(shape)
-    except ValueError as error:  # a dimension of 0 beside very large ones
-        raise InvalidRequest(f"{what} has shape {list(shape)}: {error}") from None
-
-
-class SparseBound:
-    """Convert CSR matrices to dense ones; all of a request may have `limit` bytes."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._taken = 0
-
-    def dense(
-        self,
-        what: str,
-        shape: Sequence[int],
-        values: NDArray[Any],
-        crow: NDArray[Any],
-        col: NDArray[Any],
-    ) -> NDArray[Any]:
-        """Return [T, K]. Cells that are not listed are 0."""
-        if len(shape) != 2 or min(shape) < 0:
-            raise InvalidRequest(
-                f"{what} is sparse and has shape {list(shape)}; a sparse tensor has two dimensions"
-            )
-        self._taken += shape[0] * shape[1] * values.itemsize
-        if self._taken > self._limit:
-            raise BodyTooLarge(
-                f"{what} has shape {list(shape)}: "
-                f"as dense tensors, the request has more than {self._limit} bytes"
-            )
-        counts = np.diff(crow)
-        is_csr = (
-            len(crow) == shape[0] + 1
-            and crow[0] == 0
-            and (counts >= 0).all()
-            and crow[-1] == len(col) == len(values)
-        )
-        if not is_csr or (len(col) and (col.min() < 0 or col.max() >= shape[1])):
-            raise InvalidRequest(f"{what} is not a CSR matrix of shape {list(shape)}")
-        dense = _shaped(np.zeros(shape[0] * shape[1], values.dtype), shape, what)
-        dense[np.repeat(np.arange(shape[0]), counts), col] = values
-        return dense
+    crow, col = (
+        array_of(csr.crow_indices, np.int64, what),
+        array_of(csr.col_indices, np.int64, what),
+    )
+    return bound.dense(what, shape, array_of(csr.values, DTYPES[tensor.dtype], what), crow, col)
 
 
 def forward_backward_from_json(
@@ -173,9 +123,35 @@ def forward_backward_from_json(
     forward_only: bool,
     limit: int = 2**31,
     reader: PictureReader | None = None,
+    sparse_limit: int | None = None,
 ) -> ForwardBackward:
-    """Decode the JSON of /forward_backward or /forward (SDKs before 0.25)."""
+    """Decode the JSON of /forward_backward or /forward (SDKs before 0.25).
+
+    Sparse tensors may have `sparse_limit` bytes as dense ones; None is `limit`.
+    """
     reader = reader or PictureReader(None, LimitsConfig())
+    content = input_of(body, forward_only)
+    bound = SparseBound(limit if sparse_limit is None else sparse_limit)
+    examples = [
+        _example_from_json(i, datum, bound, reader) for i, datum in enumerate(content["data"])
+    ]
+    config, seq_id = content.get("loss_fn_config") or dict[str, Any](), body.get("seq_id")
+    only = body.get("forward_only")
+    if not is_mapping(config) or isinstance(seq_id, bool) or not isinstance(seq_id, int | None):
+        raise InvalidRequest("loss_fn_config must be an object, and seq_id a whole number")
+    if not isinstance(only, bool | None):
+        raise InvalidRequest("forward_only must be true or false")
+    return ForwardBackward(
+        model_id=body["model_id"],
+        columns=columns_from(examples, limit),
+        loss=LossCall(content["loss_fn"], dict(config)),
+        forward_only=forward_only or bool(only),
+        seq_id=seq_id,
+    )
+
+
+def input_of(body: Mapping[str, Any], forward_only: bool) -> Mapping[str, Any]:
+    """Return the input of a JSON batch, with its `data` and `loss_fn`."""
     content = body.get("forward_input" if forward_only else "forward_backward_input")
     if not is_mapping(content) or not isinstance(body.get("model_id"), str):
         raise InvalidRequest(
@@ -186,18 +162,7 @@ def forward_backward_from_json(
     if not is_array(data) or not isinstance(content.get("loss_fn"), str):
         raise InvalidRequest("the input needs data (a list) and loss_fn (a string)")
     check_num_datums(len(data))
-    bound = SparseBound(limit)
-    examples = [_example_from_json(i, datum, bound, reader) for i, datum in enumerate(data)]
-    config, seq_id = content.get("loss_fn_config") or dict[str, Any](), body.get("seq_id")
-    if not is_mapping(config) or isinstance(seq_id, bool) or not isinstance(seq_id, int | None):
-        raise InvalidRequest("loss_fn_config must be an object, and seq_id a whole number")
-    return ForwardBackward(
-        model_id=body["model_id"],
-        columns=columns_from(examples, limit),
-        loss=LossCall(content["loss_fn"], dict(config)),
-        forward_only=forward_only,
-        seq_id=seq_id,
-    )
+    return content
 
 
 def _example_from_json(
@@ -238,8 +203,8 @@ def _add_json_chunk(row: Row, chunk: Any) -> None:
     if is_mapping(chunk) and "tokens" not in chunk:
         kind = chunk.get("type", sorted(chunk))
         raise InvalidRequest(f"{row.what} has a chunk of kind {kind}; {SERVED}")
-    tokens = tokens_from_chunks([chunk])
-    row.add_text(_numbers(f"{row.what}: tokens", tokens, np.int32))
+    tokens = tokens_from_chunks([chunk], row.what)
+    row.add_text(numbers(f"{row.what}: tokens", tokens, np.int32))
 
 
 def _expected(row: Row, chunk: Mapping[str, Any]) -> int | None:
@@ -251,34 +216,17 @@ def _expected(row: Row, chunk: Mapping[str, Any]) -> int | None:
 
 def _tensor_from_json(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:
     values, shape = (
-        _numbers(what, tensor["data"], DTYPES[tensor["dtype"]]),
+        numbers(what, tensor["data"], DTYPES[tensor["dtype"]]),
         tensor.get("shape") or list[int](),
     )
-    if not all(isinstance(size, int) for size in shape):
+    if not all(type(size) is int for size in shape):
         raise InvalidRequest(f"{what}: shape must be a list of whole numbers")
     crow, col = tensor.get("sparse_crow_indices"), tensor.get("sparse_col_indices")
     if crow is None or col is None:
-        return _shaped(values, shape, what)
+        return shaped(values, shape, what)
     return bound.dense(
-        what, shape, values, _numbers(what, crow, np.int64), _numbers(what, col, np.int64)
+        what, shape, values, numbers(what, crow, np.int64), numbers(what, col, np.int64)
     )
-
-
-def _numbers(what: str, data: Any, dtype: Any) -> NDArray[Any]:
-    """Convert to an array. Raises InvalidRequest for fractions in integer tensors and booleans."""
-    found = np.asarray(data)
-    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
-    if found.size and found.dtype.kind not in kinds:
-        raise InvalidRequest(f"{what} must be a list of {'whole ' * (kinds == 'iu')}numbers")
-    info = np.iinfo(dtype) if kinds == "iu" else None
-    if (
-        info is not None
-        and found.size
-        and (int(found.min()) < info.min or int(found.max()) > info.max)
-    ):
-        raise InvalidRequest(f"{what} has a number that does not fit {np.dtype(dtype).name}")
-    with np.errstate(over="ignore"):
-        return found.astype(dtype)
 
 
 def prompt_from_chunks(
@@ -303,8 +251,8 @@ def has_images(chunks: Sequence[object]) -> bool:
     return any(is_mapping(chunk) and ("data" in chunk or "location" in chunk) for chunk in chunks)
 
 
-def tokens_from_chunks(chunks: Sequence[object]) -> list[int]:
-    """Return the tokens of all text chunks in order.
+def tokens_from_chunks(chunks: Sequence[object], what: str = "the prompt") -> list[int]:
+    """Return the tokens of all text chunks of `what`, in order.
 
     SDKs up to 0.16 omit `type`, so the keys decide the kind.
     """
@@ -318,7 +266,10 @@ def tokens_from_chunks(chunks: Sequence[object]) -> list[int]:
             raise InvalidRequest(
                 f"a chunk of kind {chunk.get('type', sorted(chunk))}; only text tokens are served"
             )
-        tokens.extend(chunk["tokens"])
+        given = chunk["tokens"]
+        if not is_array(given) or {*map(type, given)} - {int}:
+            raise InvalidRequest(f"{what}: tokens must be a list of whole numbers")
+        tokens.extend(given)
     return tokens
 
 
@@ -330,20 +281,20 @@ def prompt_targets_from_json(tensor: Any, limit: int) -> PromptTargets:
     shape, crow, col = (
         tensor.get(key) for key in ("shape", "sparse_crow_indices", "sparse_col_indices")
     )
-    ids = _numbers(what, tensor.get("data", ()), np.int64)
+    ids = numbers(what, tensor.get("data", []), np.int64)
     if (
         not is_array(shape)
         or len(shape) != 2
-        or not all(isinstance(size, int) and size >= 0 for size in shape)
+        or not all(type(size) is int and size >= 0 for size in shape)
     ):
         raise InvalidRequest(f"{what} has shape {shape}; it must be [prompt tokens - 1, K]")
     layout = None
     if crow is None or col is None:
-        _shaped(ids, shape, what)
+        shaped(ids, shape, what)
     else:
         # Converted to a dense matrix only for its checks.
         SparseBound(limit).dense(
-            what, shape, ids, _numbers(what, crow, np.int64), _numbers(what, col, np.int64)
+            what, shape, ids, numbers(what, crow, np.int64), numbers(what, col, np.int64)
         )
         layout = SparseLayout(tuple(crow), tuple(col))
     return PromptTargets((shape[0], shape[1]), tuple(ids.ravel().tolist()), layout)

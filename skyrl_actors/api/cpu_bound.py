@@ -84,6 +84,13 @@ async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
         return await to_thread.run_sync(function, *arguments, limiter=limiter)
 
 
+async def run_in_thread_if_large(num_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
+    """Run the function here, or in a thread by the size of its input."""
+    if num_bytes > THREAD_BYTES:
+        return await run_in_thread(function, *arguments)
+    return function(*arguments)
+
+
 async def run_sized(num_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
     """Run the function here, in a thread or in another process, by the size of its input."""
     if num_bytes > PROCESS_BYTES:

@@ -1,5 +1,6 @@
 """Format samples as OpenAI's objects, complete and in chunks."""
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -175,12 +176,16 @@ def _logprobs(form: Form, one: Sampled) -> dict[str, Any]:
 def _texts(
     form: Form, ids: list[list[int]], logprobs: list[list[float]]
 ) -> list[list[tuple[str, float]]]:
-    """Return the texts and logprobs of the likeliest tokens of each position. -1 is no token."""
+    """Return the texts and logprobs of the likeliest tokens of each position.
+
+    -1 is no token. A token that the schema of the answer forbids has probability 0, and is left out
+    too: JSON has no -inf.
+    """
     return [
         [
             (form.codec.text_of(token), logprob)
             for token, logprob in zip(row, of_row, strict=True)
-            if token >= 0
+            if token >= 0 and logprob > -math.inf
         ]
         for row, of_row in zip(ids, logprobs, strict=True)
     ]

@@ -1,25 +1,18 @@
 """Routes for models and their training: create, forward, backward, step, save, load."""
 
-import json
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from skyrl_actors.api import codec, translate, wire
+from skyrl_actors.api import translate, wire
 from skyrl_actors.api.access import caller_of, note_admin, readable
-from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_process, run_in_thread, run_sized
-from skyrl_actors.api.parts import check_json_size, check_proto_size
-from skyrl_actors.api.pictures import PictureReader
-from skyrl_actors.api.state import read_body, state_of
-from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.api.batches import read_batch
+from skyrl_actors.api.state import state_of
 from skyrl_actors.losses.custom_graph import loss_id_of
-from skyrl_actors.messages.errors import InvalidRequest, NotFound
-from skyrl_actors.messages.image_form import ImageForm
+from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.narrowing import is_object
 from skyrl_actors.messages.paths import parse_path
-from skyrl_actors.messages.requests import ForwardBackward, ModelRequest, Unload
+from skyrl_actors.messages.requests import ModelRequest, Unload
 
 router = APIRouter()
 
@@ -71,65 +64,13 @@ async def forward_backward(request: Request) -> dict[str, Any]:
 
     See [Losses](losses.md).
     """
-    return await _submit_batch(request, forward_only=False)
+    return await _submitted(request, await read_batch(request, forward_only=False))
 
 
 @router.post("/forward")
 async def forward(request: Request) -> dict[str, Any]:
     """Compute a loss without its gradient, for SDKs before 0.25."""
-    return await _submit_batch(request, forward_only=True)
-
-
-async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
-    state = state_of(request)
-    limits = state.config.limits
-    body = await read_body(request, limits.body_bytes)
-    is_proto = translate.PROTOBUF in request.headers.get("content-type", "")
-    form = await _image_form(request, body, is_proto)
-    reader = PictureReader(form, limits, state.config.http.images)
-    if is_proto:
-        decode = partial(_from_proto, body, limits, reader)
-        if reader.may_decode(body, is_json=False):
-            wanted = await run_in_process(decode)
-        else:
-            wanted = await run_in_thread(decode) if len(body) > THREAD_BYTES else decode()
-    else:
-        check_json_size(body, limits.body_bytes)
-        given = (body, forward_only, limits.body_bytes, reader)
-        if reader.may_decode(body, is_json=True):
-            wanted = await run_in_process(_from_json, *given)
-        else:
-            wanted = await run_sized(len(body), _from_json, *given)
-    return await _submitted(request, wanted)
-
-
-async def _image_form(request: Request, body: bytes, is_proto: bool) -> ImageForm | None:
-    """Return how the base model of a batch takes images. Raises NotFound for an unknown model."""
-    bases = (await state_of(request).bases()).bases
-    if all(base.images == bases[0].images for base in bases):
-        return bases[0].images
-    model_id = await run_sized(len(body), codec.model_id_in, body, is_proto)
-    if not model_id:
-        return None
-    model_id = caller_of(request).own(model_id, "model")
-    return (await state_of(request).able_to_train(model_id)).images
-
-
-def _from_proto(body: bytes, limits: LimitsConfig, reader: PictureReader) -> ForwardBackward:
-    check_proto_size(body)
-    return codec.forward_backward_from_proto(body, limits.body_bytes, reader)
-
-
-def _from_json(
-    body: bytes, forward_only: bool, limit: int, reader: PictureReader
-) -> ForwardBackward:
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-    if not is_object(content):
-        raise InvalidRequest("the body is not a JSON object")
-    return codec.forward_backward_from_json(content, forward_only, limit, reader)
+    return await _submitted(request, await read_batch(request, forward_only=True))
 
 
 @router.post("/optim_step")

@@ -27,7 +27,13 @@ ENUMS = {
 # "*" repeated, "?" optional, "|" member of the message's oneof, "map<K,V>" a map
 MESSAGES: dict[str, tuple[str, ...]] = {
     "EncodedTextChunk": ("1 tokens bytes",),
-    "ImageChunk": ("1 data bytes", "2 format string", "3 expected_tokens ?int32"),
+    "ImageDimensions": ("1 width uint32", "2 height uint32"),
+    "ImageChunk": (
+        "1 data bytes",
+        "2 format string",
+        "3 expected_tokens ?int32",
+        "4 override_dimensions ?ImageDimensions",
+    ),
     "DmelChunk": ("1 dmel bytes",),
     "Chunk": ("1 encoded_text |EncodedTextChunk", "2 image |ImageChunk", "3 dmel |DmelChunk"),
     "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),

@@ -9,7 +9,7 @@ from fastapi import Request
 from skyrl_actors.api import compression
 from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.api.cpu_bound import run_in_thread
+from skyrl_actors.api.cpu_bound import run_in_thread, run_in_thread_if_large
 from skyrl_actors.api.credentials import Credentials
 from skyrl_actors.api.open_requests import MOST_DOWNLOADS, OpenRequests, most_of_owner
 from skyrl_actors.backends.backend import Capabilities, ServedModels
@@ -147,19 +147,20 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
-        await _make_room(request, compression.decompressed_bytes(body, limit))
+        size = await run_in_thread_if_large(len(body), compression.decompressed_bytes, body, limit)
+        await make_room(request, size)
         return await run_in_thread(compression.decompress, body, limit)
     if encoding != "identity":
         raise InvalidRequest(f"content-encoding is {encoding!r}; use zstd or none")
     return body
 
 
-async def _make_room(request: Request, num_bytes: int) -> None:
-    """Wait for the memory of a body's decompressed bytes. Raises CapacityError."""
+async def make_room(request: Request, num_bytes: int) -> None:
+    """Wait for the memory of a body's decoded bytes. Raises CapacityError."""
     try:
         await request.state.body_lease.exchange(num_bytes, PATIENCE_S)
     except TimeoutError:
         raise CapacityError(
-            f"the body has {num_bytes} bytes when it is decompressed, and other bodies are being "
+            f"the body has {num_bytes} bytes when it is decoded, and other bodies are being "
             "read; try again later"
         ) from None

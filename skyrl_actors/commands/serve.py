@@ -157,12 +157,13 @@ async def _start_controllers(
 
 
 def start_ingress(config: ClusterConfig) -> None:
-    """Start the HTTP proxy on the head node, and deploy the HTTP replicas."""
+    """Start the HTTP proxy on the nodes of `http.nodes`, and deploy the HTTP replicas."""
     from skyrl_actors.api.deployment import TinkerApi, typed_serve
 
     note("starting the HTTP endpoint (Ray Serve)")
     typed_serve.start(
-        proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port}
+        proxy_location="HeadOnly" if config.http.nodes == "head" else "EveryNode",
+        http_options={"host": config.http.host, "port": config.http.port},
     )
     application = TinkerApi.options(**scaling(config.http)).bind(config)
     typed_serve.run(application, name=config.name, route_prefix="/", blocking=False)

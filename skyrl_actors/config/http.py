@@ -2,7 +2,7 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,12 +10,20 @@ from skyrl_actors.config import keys
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.sdk_flags import with_defaults
 
+EVERY_ADDRESS = "0.0.0.0"
+
 
 class HttpConfig(FrozenConfig):
     """The HTTP endpoint."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
+    nodes: Literal["head", "all"] = Field(
+        default="head",
+        description="nodes of the Ray cluster that listen: the head node, or `all` that have an "
+        "ingress process, so that a load balancer in front of them survives the loss of the head; "
+        "`all` needs host 0.0.0.0",
+    )
     public_url: str | None = Field(
         default=None,
         pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
@@ -76,6 +84,16 @@ class HttpConfig(FrozenConfig):
     def _grows(self) -> "HttpConfig":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+        return self
+
+    @model_validator(mode="after")
+    def _listens_on_each_node(self) -> "HttpConfig":
+        if self.nodes == "all" and self.host != EVERY_ADDRESS:
+            raise ValueError(
+                f"nodes=all needs host {EVERY_ADDRESS}: {self.host} is an address of one machine"
+            )
+        if self.nodes == "all" and self.replicas < 2:
+            raise ValueError("nodes=all needs at least 2 replicas: each node that listens has one")
         return self
 
     @model_validator(mode="before")

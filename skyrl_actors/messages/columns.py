@@ -18,6 +18,7 @@ has the number of targets of each row.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,9 +155,9 @@ def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Colum
         ]
     fields: dict[str, NDArray[np.generic]] = {}
     for name in examples[0].fields:
-        if name == TARGETS and any(_beyond_int32(example.fields[name]) for example in examples):
+        if name == TARGETS and not all(_are_ids(example.fields[name]) for example in examples):
             raise InvalidRequest(
-                f"{TARGETS} has a value that is no token id: it does not fit in 32 bits"
+                f"{TARGETS} has a value that is no token id: a whole number of 32 bits"
             )
         arrays = [
             _widened(example.fields[name], widest) if widest else example.fields[name]
@@ -217,6 +218,9 @@ def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:
     return wide
 
 
-def _beyond_int32(array: NDArray[np.generic]) -> bool:
-    wide = array.astype(np.int64)
-    return bool(wide.size) and (int(wide.max()) >= 2**31 or int(wide.min()) < -(2**31))
+def _are_ids(array: NDArray[Any]) -> bool:
+    """Return whether all values are whole numbers of 32 bits, also in an array of floats."""
+    if not array.size:
+        return True
+    is_whole = array.dtype.kind in "iu" or bool((np.trunc(array) == array).all())  # not if NaN
+    return is_whole and array.min() >= -(2**31) and array.max() < 2**31

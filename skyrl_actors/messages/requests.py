@@ -111,7 +111,8 @@ class Unload:
 class Shaping:
     """What changes the distribution beside temperature, top_k and top_p, as in OpenAI and vLLM.
 
-    Logprobs stay those of the model without it.
+    Logprobs stay those of the model without it, but for `json_schema`: engines leave out the tokens
+    that the schema forbids before they take logprobs.
     """
 
     min_p: float = 0.0  # leaves out tokens below this part of the likeliest one's probability

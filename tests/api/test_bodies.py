@@ -357,7 +357,7 @@ async def test_a_compressed_body_takes_memory_for_what_it_becomes(
         first = await budget.take("", 2**20)
         monkeypatch.setattr(state, "PATIENCE_S", 0.05)
         refused = await http.post("/forward_backward", content=whole, headers=headers)
-        assert refused.status_code == 429 and "when it is decompressed" in refused.text
+        assert refused.status_code == 429 and "when it is decoded" in refused.text
         first.release()
         assert not budget.taken
 

@@ -151,7 +151,7 @@ def test_tokens_beyond_32_bits_are_refused():
     message.data[0].loss_fn_inputs["target_tokens"].dense = np.asarray(
         [2**32 + 5, 1], "<i8"
     ).tobytes()
-    with pytest.raises(InvalidRequest, match="does not fit in 32 bits"):
+    with pytest.raises(InvalidRequest, match="no token id: a whole number of 32 bits"):
         codec.forward_backward_from_proto(message.SerializeToString())
     datum = {"model_input": {"chunks": [{"tokens": [2**31]}]}, "loss_fn_inputs": {}}
     with pytest.raises(

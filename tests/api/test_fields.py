@@ -131,7 +131,17 @@ def test_every_field_that_the_sdk_sends_is_known(name: str):
 
 
 def test_every_field_of_the_sdks_batches_is_known():
-    for name in ("ForwardBackwardRequest", "LossConfigValue", "Datum", "Chunk", "Tensor"):
+    for name in [
+        "ForwardBackwardRequest",
+        "LossConfigValue",
+        "Datum",
+        "Chunk",
+        "EncodedTextChunk",
+        "ImageChunk",
+        "ImageDimensions",
+        "Tensor",
+        "SparseCsr",
+    ]:
         theirs = {field.name for field in getattr(tinker_public_pb2, name).DESCRIPTOR.fields}
         ours = {field.split()[1] for field in schema.MESSAGES[name]}
         assert theirs - ours == {field for body, field in LISTED if body == name}, name

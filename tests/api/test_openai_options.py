@@ -70,8 +70,16 @@ def _sequence(seed: int, params: SamplingParams) -> Sequence:
         logprobs=np.full(len(tokens), -1.0, np.float32),
         stop_reason="length",
         topk_ids=np.ones((len(tokens), k), np.int32) if k else None,
-        topk_logprobs=np.full((len(tokens), k), -2.0, np.float32) if k else None,
+        topk_logprobs=_likeliest(len(tokens), k, params) if k else None,
     )
+
+
+def _likeliest(count: int, k: int, params: SamplingParams) -> np.ndarray:
+    """Return logprobs as vLLM does: -inf for a token that the schema of the answer forbids."""
+    found = np.full((count, k), -2.0, np.float32)
+    if params.shaping and params.shaping.json_schema is not None:
+        found[:, 1:] = -np.inf
+    return found
 
 
 @pytest.fixture
@@ -156,6 +164,29 @@ async def test_a_default_of_the_service_refuses_no_option(tmp_path: Path, backen
         assert not backend.asked[-1].tempered_logprobs
         await done(http, completion())
         assert backend.asked[-1].tempered_logprobs
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_tokens_that_a_schema_forbids_are_not_listed(
+    tmp_path: Path, backend: Recording, is_chat: bool
+):
+    form = {"response_format": {"type": "json_object"}}
+    async with edge(config_for(tmp_path), backend) as http:
+        if is_chat:
+            (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}a {% endfor %}")
+            messages = [{"role": "user", "content": "t1"}]
+            body = {"model": MODEL, "messages": messages, "max_tokens": 2, "seed": 5, **form}
+            answer = await http.post(
+                f"{URL}/chat/completions", json={**body, "logprobs": True, "top_logprobs": 2}
+            )
+        else:
+            answer = await http.post(f"{URL}/completions", json=completion(logprobs=2, **form))
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["choices"][0]["logprobs"]
+    each = (
+        [len(one["top_logprobs"]) for one in found["content"]] if is_chat else found["top_logprobs"]
+    )
+    assert all(one == 1 if is_chat else list(one.values()) == [-2.0] for one in each)
 
 
 async def test_engines_of_type_jax_refuse_them(tmp_path: Path, backend: Recording):

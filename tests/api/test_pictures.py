@@ -219,7 +219,7 @@ def test_files_that_are_bad_in_unusual_ways_are_refused(content: bytes, format: 
 def test_nested_tokens_and_unknown_chunks_are_refused_with_their_datum():
     body: dict[str, Any] = {"model_id": "m", "forward_backward_input": {"loss_fn": "ppo"}}
     for chunk, said in (
-        ({"tokens": [[1, 2], [3, 4]]}, "datum 0: tokens must be a flat list"),
+        ({"tokens": [[1, 2], [3, 4]]}, "datum 0: tokens must be a list of whole numbers"),
         ({"type": "image", "format": "png"}, "datum 0 has a chunk of kind image; only text"),
         ({"type": "image_asset_pointer", "location": "/etc/passwd"}, "no folder of images"),
     ):

@@ -93,9 +93,9 @@ async def test_a_prompt_has_placeholders_and_the_images_of_its_chunks(
         ([chunk(encoded(), format="gif")], "has format 'gif'; use png or jpeg"),
         ([text(3, FORM.token)], "the token id 150 stands for an image"),
         ([chunk(encoded(401, 2))], "sides are 401 and 2 pixels"),
-        ([{"tokens": [[1], [2, 3]]}], "the prompt is not a ModelInput"),
-        ([{"tokens": None}], "the prompt is not a ModelInput"),
-        ([{"tokens": 5}], "the prompt is not a ModelInput"),
+        ([{"tokens": [[1], [2, 3]]}], "the prompt: tokens must be a list of whole numbers"),
+        ([{"tokens": None}], "the prompt: tokens must be a list of whole numbers"),
+        ([{"tokens": 5}], "the prompt: tokens must be a list of whole numbers"),
         ([{"type": "image_asset_pointer", "location": "file:///etc/passwd"}], "no folder"),
     ],
 )

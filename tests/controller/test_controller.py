@@ -263,6 +263,11 @@ async def test_a_sample_retry_is_the_same_request(controller: Controller):
         ),
         (rq.SamplingParams(max_tokens=4, top_k=0), "top_k 0"),
         (rq.SamplingParams(max_tokens=4, topk_prompt_logprobs=21), "topk_prompt_logprobs 21"),
+        (rq.SamplingParams(max_tokens=4, stop=("",)), "at most 64 texts of 1 to 1000 characters"),
+        (rq.SamplingParams(max_tokens=4, stop=("x" * 1001,)), "at most 64 texts"),
+        (rq.SamplingParams(max_tokens=4, stop=("x",) * 65), "at most 64 texts"),
+        (rq.SamplingParams(max_tokens=4, stop=(True,)), "stop token True"),
+        (rq.SamplingParams(max_tokens=4, stop=(7,) * 321), "stop has 321 tokens"),
     ],
 )
 async def test_bad_sampling_parameters_are_refused(

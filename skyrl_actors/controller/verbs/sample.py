@@ -1,7 +1,7 @@
 """Generate from one prompt."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
@@ -18,6 +18,7 @@ from skyrl_actors.messages.seeds import SEEDS
 
 MIN_TEMPERATURE = 0.0
 MAX_LOGPROBS = 20  # alternative tokens for each position
+MOST_STOP_TEXTS, LONGEST_STOP = 64, 1000  # of any number of token ids, engines look up one
 MAX_SCORED_CELLS = 4_000_000  # prompt tokens × vocabulary size of a sample that scores its prompt
 
 
@@ -83,6 +84,8 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
             f"{capabilities.max_sample_tokens}, and max_tokens at least 1 "
             "(scoring a prompt samples one token too)"
         )
+    if {*map(type, request.prompt)} != {int}:  # another type would end an engine's input
+        raise InvalidRequest("the prompt has a token id that is no whole number")
     if min(request.prompt) < 0 or max(request.prompt) >= capabilities.vocab_size:
         raise InvalidRequest(
             f"the prompt has a token id outside 0 to {capabilities.vocab_size - 1}"
@@ -94,9 +97,7 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
         raise InvalidRequest(f"top_p {params.top_p}: use more than 0, up to 1")
     if params.seed is not None and not 0 <= params.seed <= SEEDS - params.num_samples:
         raise InvalidRequest(f"seed {params.seed}: use 0 to 2^63 - num_samples")
-    for stop in params.stop or ():
-        if isinstance(stop, int) and not 0 <= stop < capabilities.vocab_size:
-            raise InvalidRequest(f"stop token {stop}: use 0 to {capabilities.vocab_size - 1}")
+    _check_stops(params.stop or (), capabilities)
     if params.top_k > LARGEST_INT:
         raise InvalidRequest(
             f"top_k {params.top_k}: use -1 (off) or at most {capabilities.vocab_size}"
@@ -159,6 +160,22 @@ def _check_shaping(
     for token, _ in shaping.logit_bias:
         if not 0 <= token < capabilities.vocab_size:
             raise InvalidRequest(f"logit_bias of {token}: use 0 to {capabilities.vocab_size - 1}")
+
+
+def _check_stops(stops: Sequence[str | int], capabilities: Capabilities) -> None:
+    """Check the stops. Engines look for each text after each token, on their event loop."""
+    texts = [stop for stop in stops if isinstance(stop, str)]
+    if len(texts) > MOST_STOP_TEXTS or any(not 0 < len(one) <= LONGEST_STOP for one in texts):
+        raise InvalidRequest(
+            f"stop: use at most {MOST_STOP_TEXTS} texts of 1 to {LONGEST_STOP} characters"
+        )
+    for stop in stops:
+        if not isinstance(stop, str) and not (
+            type(stop) is int and 0 <= stop < capabilities.vocab_size
+        ):
+            raise InvalidRequest(f"stop token {stop}: use 0 to {capabilities.vocab_size - 1}")
+    if len(stops) > capabilities.vocab_size:
+        raise InvalidRequest(f"stop has {len(stops)} tokens; name each token once")
 
 
 def _check_placeholders(request: Sample, capabilities: Capabilities) -> None:
