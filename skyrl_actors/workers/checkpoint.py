@@ -25,6 +25,7 @@ from skyrl_actors.storage.files import REPLACED, fsync
 from skyrl_actors.workers.adapter_terms import UNEMBED, chosen
 from skyrl_actors.workers.base_files import BaseTensors, copy_model_files
 from skyrl_actors.workers.frozen_weights import frozen_in, frozen_weights
+from skyrl_actors.workers.gathered import Gathered
 from skyrl_actors.workers.merged_weights import AddedWeights
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
@@ -73,20 +74,31 @@ def save(
     An existing folder is replaced. `notes` are texts to write beside the weights, by file name.
     Every rank calls this; one rank writes.
     """
+    gathered = Gathered(model, form)
     if not writes:
-        for _ in model.state.tensors("weights"):
-            pass
-        if form == "training" and model.state.num_steps:
-            for kind in MOMENTS:
-                for _ in model.state.tensors(kind):
-                    pass
+        gathered.finish()
         return
+    try:
+        _write_folder(model, gathered, base, folder, form, notes or {})
+    except Exception:
+        gathered.finish()  # otherwise the other ranks wait until their deadline
+        raise
+
+
+def _write_folder(
+    model: TrainedModel,
+    gathered: Gathered,
+    base: BaseFiles,
+    folder: Path,
+    form: CheckpointForm,
+    notes: Mapping[str, str],
+) -> None:
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     try:
-        _write(model, base, staging, form)
-        for name, text in (notes or {}).items():
+        staging.mkdir(parents=True)
+        _write(model, gathered, base, staging, form)
+        for name, text in notes.items():
             (staging / name).write_text(text)
         for file in staging.iterdir():
             fsync(file)
@@ -95,19 +107,22 @@ def save(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointForm) -> None:
+def _write(
+    model: TrainedModel, gathered: Gathered, base: BaseFiles, folder: Path, form: CheckpointForm
+) -> None:
+    weights = gathered.of("weights")
     value_head: dict[str, Tensor] = {}
     lora = model.spec.lora
     if lora is None:
         names, frozen = model.network.stored_form, frozen_weights(model)
         shapes = {n: shape for n, shape in model.state.shapes.items() if n not in VALUE_HEAD}
         shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
-        tensors = chain(_without_value_head(model, value_head), frozen.items())
+        tensors = chain(_without_value_head(weights, value_head), frozen.items())
         stored = (part for name, tensor in tensors for part in names.cut(name, tensor))
         _write_shards(folder, names.stored_shapes(shapes), stored, torch.float32)
         copy_model_files(base.folder, folder)
     else:
-        tensors = dict(_without_value_head(model, value_head))
+        tensors = dict(_without_value_head(weights, value_head))
         if form == "merged":
             _write_merged(model.network, tensors, lora, base, folder)
         else:
@@ -120,16 +135,15 @@ def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointF
     if value_head:
         save_file(value_head, folder / "value_head.safetensors")
     if form == "training":
-        _write_moments(model, folder / "optimizer.safetensors")
+        _write_moments(model, gathered, folder / "optimizer.safetensors")
     (folder / SPEC_FILE).write_text(json.dumps(asdict(model.spec), indent=2))
 
 
 def _without_value_head(
-    model: TrainedModel, value_head: dict[str, Tensor]
+    weights: Iterable[tuple[str, Tensor]], value_head: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights one by one, except the value head, which is put into `value_head`."""
-    for name, tensor in model.state.tensors("weights"):
-        assert tensor is not None
+    for name, tensor in weights:
         if name in VALUE_HEAD:
             value_head[name] = tensor.contiguous()
         else:
@@ -162,7 +176,7 @@ def _write_shards(
         write_index(folder, files, shards, num_bytes)
 
 
-def _write_moments(model: TrainedModel, path: Path) -> None:
+def _write_moments(model: TrainedModel, gathered: Gathered, path: Path) -> None:
     if not model.state.num_steps:
         save_file({}, path)
         return
@@ -172,8 +186,7 @@ def _write_moments(model: TrainedModel, path: Path) -> None:
     writer = TensorWriter(path, {"num_steps": (1,), **shapes}, torch.float32)
     writer.put("num_steps", torch.tensor([float(model.state.num_steps)]))
     for kind in MOMENTS:
-        for name, tensor in model.state.tensors(kind):
-            assert tensor is not None
+        for name, tensor in gathered.of(kind):
             writer.put(f"{name}.{kind}", tensor)
 
 

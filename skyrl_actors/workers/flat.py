@@ -8,7 +8,7 @@ are views of a copy, and their gradients are added to the float32 gradients afte
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -37,7 +37,8 @@ Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
 class FlatState:
     """Trained weights that every rank holds whole, as one vector: a `WholeState`.
 
-    `tensors` gives names, shapes and initial values; they are copied.
+    `tensors` gives names, shapes and initial values; they are copied. Passes compute with those
+    named in `wide` in float32, and with the others in `compute_dtype`.
     """
 
     whole = True
@@ -50,6 +51,7 @@ class FlatState:
         reduce: Reduce = lambda vector: None,
         writes: bool = True,
         optimizer: OptimizerName = "adamw",
+        wide: Collection[str] = (),
     ):
         self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         # [P]. Some tensors can be on the host, as a new value head is, and others on the device.
@@ -62,9 +64,8 @@ class FlatState:
             self.weights.to(compute_dtype) if compute_dtype != torch.float32 else None
         )  # [P]
         self._lower_gradients: Tensor | None = None
-        self.views = {
-            name: nn.Parameter(view) for name, view in self.split(self._computed_with).items()
-        }
+        self._wide = frozenset(wide)
+        self.views = {name: nn.Parameter(view) for name, view in self._computed().items()}
         self.optimizer: FlatOptimizer | None = None
         self._optimizer_name: OptimizerName = optimizer
         self.pending = False
@@ -74,6 +75,17 @@ class FlatState:
     @property
     def _computed_with(self) -> Tensor:
         return self.weights if self._lower is None else self._lower
+
+    def _computed(self) -> dict[str, Tensor]:
+        """Return the tensors that passes compute with: in float32 those of `wide`."""
+        return self._chosen(self._computed_with, self.weights)
+
+    def _chosen(self, usual: Tensor, of_wide: Tensor) -> dict[str, Tensor]:
+        whole = self.split(of_wide) if self._wide else {}
+        return {
+            name: whole[name] if name in self._wide else view
+            for name, view in self.split(usual).items()
+        }
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Return named views of a vector with this layout."""
@@ -102,8 +114,12 @@ class FlatState:
     def _attach_gradients(self) -> None:
         """Let autograd add into views of the gradient vector, while both vectors share a device."""
         into = self.gradients if self._lower is None else self._lower_gradients
-        if into is not None and into.device == self._computed_with.device:
-            for name, view in self.split(into).items():
+        if (
+            into is not None
+            and self.gradients is not None
+            and into.device == self._computed_with.device
+        ):
+            for name, view in self._chosen(into, self.gradients).items():
                 self.views[name].grad = view
 
     def _detach_gradients(self) -> None:
@@ -255,7 +271,7 @@ class FlatState:
             self.weights = placed(self.weights, device)
             if self._lower is not None:
                 self._lower = placed(self._lower, device)
-            for name, view in self.split(self._computed_with).items():
+            for name, view in self._computed().items():
                 self.views[name].data = view
             if self.optimizer:
                 self.optimizer.point_at(self.weights)

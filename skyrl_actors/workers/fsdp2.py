@@ -107,6 +107,10 @@ def sharded_network(
     tower = set(network.tower_weights.values())
     for weight in tower:
         weight.requires_grad_(False)
+    if is_critic:
+        in_float32 = MixedPrecisionPolicy(None, options["mp_policy"].reduce_dtype)
+        head = {**options, "mp_policy": in_float32}
+        fully_shard(network.whole.value_head, reshard_after_forward=False, **head)
     fully_shard(network.whole, reshard_after_forward=False, ignored_params=tower, **options)
     for part in network.whole.modules():
         if isinstance(part, FSDPModule):
@@ -123,9 +127,13 @@ def sharded_network(
     ) as source:
         fill(parameters, source)
         fill_buffers(network.module, source)
-    if network.tower is not None:
-        # It computes on the device, also if the shards stay on the host.
-        module.model.visual.to(device, dtype)
+    # The tower computes on the device, also if the shards stay on the host.
+    for weight in network.tower_weights.values():
+        weight.data = weight.data.to(device, dtype)
+    # Buffers keep their dtypes: rotary frequencies must not be rounded.
+    for part in network.whole.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(device)
     return network
 
 

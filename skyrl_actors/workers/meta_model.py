@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from skyrl_actors.messages.errors import ConfigError
@@ -39,13 +39,20 @@ def dense(config: Any) -> Any:
     return config
 
 
+class ValueHead(nn.Linear):
+    """An output layer for values, which computes in float32 whatever its weights have."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight.float(), self.bias.float())
+
+
 def value_head_for(module: Any, is_critic: bool) -> nn.Linear | None:
     """Return a value head of zeros for a critic, so that first advantages are undisturbed."""
     if not is_critic:
         return None
     if not module.config.get_text_config().tie_word_embeddings:
         module.lm_head.requires_grad_(False)  # an untied head is not part of the values
-    head = nn.Linear(int(module.config.get_text_config().hidden_size), 1)
+    head = ValueHead(int(module.config.get_text_config().hidden_size), 1)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     return head

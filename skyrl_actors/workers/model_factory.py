@@ -213,7 +213,13 @@ class ModelFactory:
             tensors.pop(UNEMBED_WEIGHT, None)  # an untied head is not part of the values
             tensors |= value_head_tensors(base)
         state = FlatState(
-            tensors, self.device, self.dtype, self._reduce, self.writes, spec.optimizer
+            tensors,
+            self.device,
+            self.dtype,
+            self._reduce,
+            self.writes,
+            spec.optimizer,
+            wide=(VALUE_WEIGHT, VALUE_BIAS),
         )
         return self._in_full_precision(TrainedModel(spec, base, state))
 

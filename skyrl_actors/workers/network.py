@@ -249,19 +249,17 @@ class Network:
         return {"inputs_embeds": embedded, "position_ids": positions[:, None], **layers}
 
     def _values(self, hidden: Tensor) -> Tensor:
+        """Return values [T] in float32: 8 bits of bfloat16 would round values near 20 to 1/8."""
+        hidden = hidden.float()
         if hasattr(self.whole, "value_head"):
-            return (
-                self.whole.value_head(hidden.to(self.whole.value_head.weight.dtype))[:, 0]
-                .float()
-                .clone()
-            )
+            return self.whole.value_head(hidden)[:, 0].clone()
         values = []
         for segment, piece in zip(
             self.segments, hidden.split([s.num_tokens for s in self.segments]), strict=True
         ):
             weight, bias = segment.views[VALUE_WEIGHT], segment.views[VALUE_BIAS]
-            values.append((piece.to(weight.dtype) @ weight.t() + bias)[:, 0])
-        return torch.cat(values).float()
+            values.append((piece @ weight.float().t() + bias.float())[:, 0])
+        return torch.cat(values)
 
 
 class _InUse(AbstractContextManager[None]):

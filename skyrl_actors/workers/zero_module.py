@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.attention import ATTENTION
-from skyrl_actors.workers.meta_model import dense
+from skyrl_actors.workers.meta_model import dense, shell
 from skyrl_actors.workers.mixers import mixers_of
 
 
@@ -26,7 +26,21 @@ def module_in(shards: AbstractContextManager[Any], folder: str, dtype: torch.dty
             config, dtype=dtype, attn_implementation=ATTENTION
         )
         module.tie_weights()
+    _take_constants(module, shell(folder, dtype))
     return module
+
+
+def _take_constants(module: nn.Module, source: nn.Module) -> None:
+    """Use the buffers and other constants of a module that was made outside the context.
+
+    The context makes all tensors in the dtype of the weights, so rotary frequencies are rounded.
+    """
+    for name, part in source.named_modules():
+        own = module.get_submodule(name)
+        own._buffers.update(part._buffers)
+        own.__dict__.update(
+            {key: v for key, v in vars(part).items() if isinstance(v, torch.Tensor)}
+        )
 
 
 def check_can_be_partitioned(module: nn.Module) -> None:

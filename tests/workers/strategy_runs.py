@@ -2,6 +2,8 @@
 
 import gc
 import os
+import resource
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from skyrl_actors.workers.isolation import Differences, differences
 from skyrl_actors.workers.rank_groups import own_group
 from skyrl_actors.workers.state import MOMENTS
 from skyrl_actors.workers.torch_worker import TorchWorker
+from tests.workers.references import batch
 
 PROGRAMS = Path(__file__).parents[2] / ".pytest_cache" / "jax"  # kept for the next run
 STRATEGIES: dict[str, StrategyConfig] = {
@@ -148,7 +151,7 @@ def gradients_of_losses(
     return found
 
 
-def set_value_head(worker: TorchWorker) -> None:
+def set_value_head(worker: TorchWorker, bias: float = 0.0) -> None:
     """Set a value head that is not zero, so that the trunk has a gradient."""
     state = worker.models["m"].state
     from skyrl_actors.workers.tensor_files import InMemory
@@ -163,6 +166,7 @@ def set_value_head(worker: TorchWorker) -> None:
     weights["value_head.weight"] = torch.linspace(
         -0.3, 0.3, weights["value_head.weight"].numel()
     ).view(1, -1)
+    weights["value_head.bias"] = torch.full((1,), bias)
     state.load(InMemory(weights))
 
 
@@ -639,3 +643,54 @@ def late_in_group(
         return time.monotonic() - started, str(error)
     time.sleep(3 * timeout_s)
     return 0.0, ""
+
+
+def constants(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, lora: LoraSpec | None
+) -> dict[str, torch.Tensor]:
+    """Return the buffers that a model in bfloat16 computes with."""
+    worker = worker_of(rank, world, port, base, strategy, dtype="bfloat16")
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
+    module = worker.models["m"].network.module
+    return {name: buffer.cpu() for name, buffer in module.named_buffers()}
+
+
+def large_values(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns
+) -> np.ndarray:
+    """Return values near 20 of a full critic in bfloat16."""
+    worker = worker_of(
+        rank, world, port, base, strategy, dtype="bfloat16", budget=4096, role="critic"
+    )
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", role="critic"))
+    set_value_head(worker, bias=20.0)
+    found = one(worker, "m", columns, "ppo_critic", forward_only=True).values
+    one(worker, "m", columns, "ppo_critic")
+    worker.optim_step("m", AdamParams(learning_rate=0.5, eps=1e-8))
+    moved = gathered(worker, "m", "weights").get("value_head.bias")
+    assert moved is None or 0.4 < abs(float(moved) - 20.0) < 0.6  # the head has its gradient
+    return np.concatenate([found, one(worker, "m", columns, "ppo_critic", True).values])
+
+
+def saved_on_full_disk(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, folder: str
+) -> tuple[str, float]:
+    """Save while the files of rank 0 cannot grow, and then again."""
+    worker = worker_of(rank, world, port, base, strategy)
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
+    one(worker, "m", batch(1, (7, 9, 5, 11)), "cross_entropy")
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    began, failure = time.monotonic(), ""
+    try:
+        worker.save_checkpoint("m", folder, "training", "r1")
+    except OSError as error:
+        failure = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    seconds = time.monotonic() - began
+    worker.save_checkpoint("m", folder, "training", "r2")
+    return failure, seconds
