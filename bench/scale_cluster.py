@@ -30,6 +30,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import psutil
 import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
 from bench.harness import emit
 from bench.simulated_cluster import PLACES, Farm, InPlace, VirtualLoop
@@ -385,6 +387,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
     plt.savefig(path)
 
 
+def unsynced(connection: Any, *_: Any) -> None:
+    """Let commits to SQLite, as all writes here, not wait for the disk."""
+    connection.execute("PRAGMA synchronous=OFF")
+
+
 def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """End the simulation at the first error in the background."""
     loop.default_exception_handler(context)
@@ -405,6 +412,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     os.fsync = lambda descriptor: None  # this measures CPU time and sizes, not the disk
+    event.listen(Pool, "checkout", unsynced)
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as scratch:
         loop = VirtualLoop()
         asyncio.set_event_loop(loop)

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from skyrl_actors.commands import cluster
 
 NAMESPACE, LINK = "skyrl-bench", "skyrl-bench0"
+INSIDE = ("ip", "netns", "exec", NAMESPACE)  # before commands on the second machine
 HEAD, OTHER = "10.213.7.1", "10.213.7.2"
 PORT = 6399
 STORE = f"--object-store-memory={cluster.OBJECT_STORE_BYTES}"
@@ -30,22 +31,28 @@ def _ray(before: tuple[str, ...], *arguments: str) -> None:
 
 
 @contextmanager
-def two_machines() -> Iterator[None]:
-    """Start Ray on both. Commands in this environment join it. The second has no CPU slots."""
+def network() -> Iterator[None]:
+    """Make the network namespace of the second machine."""
     _remove_network()
     try:
         _make_network()
+        yield
+    finally:
+        _remove_network()
+
+
+@contextmanager
+def two_machines() -> Iterator[None]:
+    """Start Ray on both. Commands in this environment join it. The second has no CPU slots."""
+    with network(), ExitStack() as undo:
+        undo.callback(_ray, (), "stop", "--force")
+        undo.callback(os.environ.pop, "RAY_ADDRESS", None)
         _ray((), "start", "--head", f"--node-ip-address={HEAD}", f"--port={PORT}", "--num-cpus=2",
              "--include-dashboard=false", "--disable-usage-stats", STORE)  # fmt: skip
-        inside = ("ip", "netns", "exec", NAMESPACE)
-        _ray(inside, "start", f"--address={HEAD}:{PORT}", f"--node-ip-address={OTHER}",
+        _ray(INSIDE, "start", f"--address={HEAD}:{PORT}", f"--node-ip-address={OTHER}",
              "--num-cpus=0", STORE)  # fmt: skip
         os.environ["RAY_ADDRESS"] = f"{HEAD}:{PORT}"
         yield
-    finally:
-        os.environ.pop("RAY_ADDRESS", None)
-        _ray((), "stop", "--force")
-        _remove_network()
 
 
 def _make_network() -> None:

@@ -93,6 +93,7 @@ PACKAGES: dict[str, set[str]] = {
         "observe",
         "part_logs",
         "remote",
+        "storage",
         "transport",
     },
     "jobs": {"api", "config", "messages", "observe", "storage"},

@@ -15,6 +15,7 @@ from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.observe.process import Observed
 from skyrl_actors.part_logs import PartLogs
+from skyrl_actors.storage.private_folders import run_folder
 
 Replica = TypeVar("Replica", bound=type)
 
@@ -59,6 +60,7 @@ class TinkerApi:
     """A stateless HTTP replica. It sends requests to the controller of the configured service."""
 
     def __init__(self, config: ClusterConfig):
+        run_folder()  # first: the folder of HAProxy is in it, and Ray would open it to others
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
         logs = PartLogs(config.name, config.shards.count)
         self.state = ApiState(config, client_of(config), logs)

@@ -359,8 +359,20 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def node_address() -> str:
+    """Return the address at which other machines reach this one."""
+    return cast(Any, ray.util).get_node_ip_address()
+
+
+def dashboard_address() -> str:
+    """Return the address of Ray's dashboard."""
+    from ray._private.worker import get_dashboard_url
+
+    return cast(str | None, get_dashboard_url()) or "(not running)"
+
+
 def remove_on_other_nodes(folders: Sequence[str]) -> None:
-    """Remove folders on all other machines of this Ray cluster, which keep copies in memory."""
+    """Remove folders on all other machines of this Ray cluster: copies of weights, and sockets."""
     here = typed_ray.get_runtime_context().get_node_id()
     others = [n["NodeID"] for n in typed_ray.nodes() if n["Alive"] and n["NodeID"] != here]
     task: Any = cast(Any, ray).remote(_remove_all)
@@ -375,7 +387,7 @@ def remove_on_other_nodes(folders: Sequence[str]) -> None:
     if removing:
         _, left = cast(Any, ray).wait(removing, num_returns=len(removing), timeout=REMOVED_S)
         if left:
-            note(f"{len(left)} machines did not remove copies of weights within {REMOVED_S:.0f} s")
+            note(f"{len(left)} machines did not remove their files within {REMOVED_S:.0f} s")
 
 
 def _remove_all(folders: list[str]) -> None:

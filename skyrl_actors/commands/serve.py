@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import psutil
@@ -27,6 +27,7 @@ from skyrl_actors.commands.controllers import (
     shard_names,
     share_settings,
 )
+from skyrl_actors.commands.how_to_use import local_url, say_how_to_use
 from skyrl_actors.commands.left_behind import refuse_left_behind
 from skyrl_actors.commands.old_sessions import remove_old_sessions
 from skyrl_actors.commands.one_service import (
@@ -38,7 +39,7 @@ from skyrl_actors.commands.one_service import (
     state_file,
 )
 from skyrl_actors.commands.shown_status import show_status
-from skyrl_actors.commands.terminal import console, note
+from skyrl_actors.commands.terminal import note
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
@@ -48,7 +49,7 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
 from skyrl_actors.remote import typed_ray
-from skyrl_actors.storage.files import check_writable, size_of
+from skyrl_actors.storage.files import check_writable
 
 READY_TIMEOUT_S = 60.0
 SETTINGS_S = 30.0
@@ -83,7 +84,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
         start_ingress(config)
         wait_until_healthy(config)
         undo.pop_all()
-    _say_how_to_use(config)
+    say_how_to_use(config)
     if block:
         note("serving until Ctrl-C")
         try:
@@ -165,17 +166,22 @@ def start_ingress(config: ClusterConfig) -> None:
         proxy_location="HeadOnly" if config.http.nodes == "head" else "EveryNode",
         http_options={"host": config.http.host, "port": config.http.port},
     )
-    application = TinkerApi.options(**scaling(config.http)).bind(config)
+    application = TinkerApi.options(**scaling(config.http, len(cluster_nodes()))).bind(config)
     typed_serve.run(application, name=config.name, route_prefix="/", blocking=False)
 
 
-def scaling(http: HttpConfig) -> dict[str, Any]:
+def scaling(http: HttpConfig, num_nodes: int = 1) -> dict[str, Any]:
     """Return the options for the number of replicas.
 
-    A long poll counts as a request while it is open, but uses almost no resources.
+    A long poll counts as a request while it is open, but uses almost no resources. With
+    `http.nodes=all` the replicas are spread over `num_nodes`, so that none has all of them.
     """
+    spread: dict[str, Any] = {}
+    if http.nodes == "all" and num_nodes > 1:
+        most = http.max_replicas or http.replicas
+        spread["max_replicas_per_node"] = -(-most // num_nodes)
     if http.max_replicas is None:
-        return {"num_replicas": http.replicas}
+        return {"num_replicas": http.replicas, **spread}
     autoscaling = {
         "min_replicas": http.replicas,
         "max_replicas": http.max_replicas,
@@ -183,7 +189,7 @@ def scaling(http: HttpConfig) -> dict[str, Any]:
         "upscale_delay_s": 5.0,
         "look_back_period_s": 10.0,
     }
-    return {"autoscaling_config": autoscaling}
+    return {"autoscaling_config": autoscaling, **spread}
 
 
 def wait_until_healthy(config: ClusterConfig) -> None:
@@ -192,7 +198,7 @@ def wait_until_healthy(config: ClusterConfig) -> None:
     answer = "no answer"
     while time.monotonic() < deadline:
         try:
-            response = httpx.get(f"{url(config)}/healthz", timeout=5)
+            response = httpx.get(f"{local_url(config)}/healthz", timeout=5)
             if response.status_code == 200:
                 return
             answer = response.text
@@ -200,50 +206,8 @@ def wait_until_healthy(config: ClusterConfig) -> None:
             answer = str(error)
         time.sleep(0.2)
     raise InternalError(
-        f"{url(config)}/healthz did not become ready within {READY_TIMEOUT_S:.0f} s: {answer}"
+        f"{local_url(config)}/healthz did not become ready within {READY_TIMEOUT_S:.0f} s: {answer}"
     )
-
-
-def url(config: ClusterConfig) -> str:
-    """Return the base URL of the service."""
-    return f"http://{config.http.host}:{config.http.port}"
-
-
-def _say_how_to_use(config: ClusterConfig) -> None:
-    for line in usage(config, _dashboard()):
-        console.print(line, soft_wrap=True)
-
-
-def usage(config: ClusterConfig, dashboard: str) -> list[str]:
-    """Return what a user of a new service needs: addresses, folders and commands to paste."""
-    key = "<one of your keys>" if config.http.api_keys else "tml-local"
-    name = "" if config.name == "skyrl-actors" else f" --name {config.name}"
-    page = [] if config.http.console is None else [f"console    {url(config)}/"]
-    return [
-        f"\nserving {', '.join(config.served())} at [bold]{url(config)}[/bold]",
-        f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}",
-        *page,
-        f"OpenAI     {url(config)}/v1",
-        f"dashboard  http://{dashboard}  (needs the token in ~/.ray/auth_token)",
-        f"journal    {_kept(config.journal.folder)}",
-        f"weights    {_kept(config.checkpoint_dir)}",
-        f"jobs       RAY_AUTH_MODE=token ray job submit --working-dir . -- {sys.executable} "
-        "-m skyrl_actors train configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs",
-        f"status     skyrl-actors status{name}",
-        f"stop       skyrl-actors stop{name}",
-    ]
-
-
-def _kept(folder: Path) -> str:
-    """Return the absolute path of a folder and its size."""
-    whole = folder.expanduser().absolute()
-    return f"{whole} ({size_of(whole) / 2**20:,.1f} MiB)"
-
-
-def _dashboard() -> str:
-    from ray._private.worker import get_dashboard_url
-
-    return cast(str | None, get_dashboard_url()) or "(not running)"
 
 
 def deployed_application(arguments: dict[str, Any]) -> serve.Application:
@@ -271,7 +235,7 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
             undo.callback(lambda: asyncio.run(_closed([own.name for own in missing], True)))
             asyncio.run(_start_controllers(config, missing, base_folders))
             undo.pop_all()
-    return TinkerApi.options(**scaling(config.http)).bind(config)
+    return TinkerApi.options(**scaling(config.http, len(cluster_nodes()))).bind(config)
 
 
 def refuse_other_config(running: ClusterConfig, wanted: ClusterConfig) -> None:
@@ -368,7 +332,8 @@ def stop(name: str) -> None:
             _delete_endpoint(name)
         shards = shard_names(name, state.get("shards", 1))
         ran = asyncio.run(_closed(shards, end_all=not state["started_ray"])) or ran
-        cluster.remove_on_other_nodes(state.get("transfers", ()))
+        folders = (*state.get("transfers", ()), str(haproxy.folder(name)))
+        cluster.remove_on_other_nodes(folders)
         typed_ray.shutdown()
     haproxy.closing(name)
     if state["started_ray"]:

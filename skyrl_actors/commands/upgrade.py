@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from skyrl_actors import remote
 from skyrl_actors.commands import cluster, operate, serve
 from skyrl_actors.commands.controllers import share_settings
+from skyrl_actors.commands.how_to_use import local_url
 from skyrl_actors.commands.one_service import refuse_shard
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
@@ -69,7 +70,7 @@ def run(config_path: Path, overrides: Sequence[str], drop_keys: bool) -> None:
         )
     asyncio.run(share_settings(config))
     serve.wait_until_healthy(config)
-    console.print(f"{config.name} runs this version at {serve.url(config)}")
+    console.print(f"{config.name} runs this version at {local_url(config)}")
     if operate.mode_of(config.name) == "draining":
         operate.set_mode("running", config.name)
 

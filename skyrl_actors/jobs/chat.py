@@ -82,7 +82,7 @@ class Chat:
             ConfigError: The chat template changes earlier turns when a turn is added.
             InvalidRequest: As `prompt`.
         """
-        found = Prompt()
+        found, written = Prompt(), ""
         learned: list[bool] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -93,24 +93,46 @@ class Chat:
                 )
             if last_only and i < len(messages) - 1:
                 continue
-            until = messages[: i + 1]
-            chat = self._encoded(self._template(until, False), images_in(until))
-            whole, before = chat.tokens, self.prompt(messages[:i]).tokens
-            if whole[: len(before)] != before or found.tokens != whole[: len(found)]:
-                raise ConfigError(
-                    f"the chat template of {self.folder} changes earlier turns of a chat; "
-                    "use rows with one assistant turn"
-                )
-            end = len(before) + self._until_end_mark(whole[len(before) :])
+            asked, until = messages[:i], messages[: i + 1]
+            question, text = self._template(asked, True), self._template(until, False)
+            before = self._continued(found, written, question, images_in(asked))
+            chat = self._continued(before, question, text, images_in(until))
+            whole, start = chat.tokens, len(before)
+            end = start + self._until_end_mark(whole[start:])
             learned += (
-                [False] * (len(before) - len(found))
-                + [True] * (end - len(before))
+                [False] * (start - len(found))
+                + [True] * (end - start)
                 + [False] * (len(whole) - end)
             )
-            found = chat
+            found, written = chat, text
         last = max((i for i, own in enumerate(learned) if own), default=-1)
         learnt = Prompt(found.tokens[: last + 1], found.pictures)
         return learnt, np.asarray(learned[: last + 1], bool)
+
+    def _continued(self, start: Prompt, written: str, text: str, images: Sequence[bytes]) -> Prompt:
+        """Return the tokens of `text`, which begin with `start`, the tokens of `written`.
+
+        A tokenizer can join the characters at the border, for example the newline before an answer
+        with one that the answer begins with. A sampled answer follows the tokens of its prompt, so
+        then the rest is encoded alone.
+        """
+        whole = self._encoded(text, images)
+        if whole.tokens[: len(start)] == start.tokens:
+            return whole
+        if not text.startswith(written):
+            raise ConfigError(
+                f"the chat template of {self.folder} changes earlier turns of a chat; "
+                "use rows with one assistant turn"
+            )
+        rest = self.tokenizer.encode(text[len(written) :], add_special_tokens=False)
+        tokens = (*start.tokens, *rest)
+        is_same = self.tokenizer.decode(tokens) == self.tokenizer.decode(whole.tokens)
+        if not is_same or len(start.pictures) < len(whole.pictures):
+            raise ConfigError(
+                f"the tokenizer of {self.folder} joins the end of a prompt with the answer "
+                f"{text[len(written) :][:40]!r}; begin the answer with another character"
+            )
+        return Prompt(tokens, start.pictures)
 
     def following(self, messages: Sequence[Message], answer: Sequence[int]) -> Prompt:
         """Return the tokens between a sampled answer and the next answer.

@@ -67,7 +67,8 @@ class Recorder:
         self.path = folder.path
         file = self.path / METRICS
         self.history: list[dict[str, float]] = rows_in(file)
-        purge = folder.state.step + 1 if folder.state else None
+        # A run that was killed before its first checkpoint begins again.
+        purge = folder.state.step + 1 if folder.state else 0
         writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)
         self._events = cast(EventWriter, writer)
 

@@ -37,8 +37,6 @@ def export(
 ) -> WeightManifest | None:
     """Export the weights. Every rank calls this; the rank that writes returns the manifest."""
     started = time.perf_counter()
-    if writes:
-        make_folder(path.parent)
     if model.spec.lora is None:
         form = model.network.stored_form
         return export_flat(
@@ -52,6 +50,7 @@ def export(
         )
     if not writes:
         return None  # every rank has the whole adapter; one writes it
+    make_folder(path.parent)
     checkpoint.save(model, base, path, "weights")
     size = sum(file.stat().st_size for file in path.iterdir())
     entries = (_whole_file(path / ADAPTER_FILE),) if checksums else ()
@@ -113,16 +112,16 @@ def export_flat(
     tensors = iter(tensors)
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with staging.open("wb", buffering=0) if writes else nullcontext() as file:
-            try:
+        try:
+            with _opened(staging) if writes else nullcontext() as file:
                 entries = [
                     _written(file, name, shapes[name], tensor, dtype, checksums)
                     for name, tensor in tensors
                 ]
-            except OSError:
-                # The other ranks continue to gather, so this rank takes part to the end.
-                deque(tensors, maxlen=0)
-                raise
+        except Exception:
+            # The other ranks continue to gather, so this rank takes part to the end.
+            deque(tensors, maxlen=0)
+            raise
         if not writes:
             return None
         os.replace(staging, path)
@@ -139,6 +138,11 @@ def export_flat(
         tensors=found,
         write_s=time.perf_counter() - started,
     )
+
+
+def _opened(path: Path) -> FileIO:
+    make_folder(path.parent)
+    return path.open("wb", buffering=0)
 
 
 def _written(

@@ -112,10 +112,7 @@ def sharded_network(
         head = {**options, "mp_policy": in_float32}
         fully_shard(network.whole.value_head, reshard_after_forward=False, **head)
     fully_shard(network.whole, reshard_after_forward=False, ignored_params=tower, **options)
-    for part in network.whole.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
+    _add_gradients(network.whole)
     _materialize(network, torch.device("cpu") if strategy.offload == "all" else device)
     parameters = own_names(network.whole)
     stored = {**parameters, **stored_buffers(network.module)}
@@ -127,14 +124,26 @@ def sharded_network(
     ) as source:
         fill(parameters, source)
         fill_buffers(network.module, source)
-    # The tower computes on the device, also if the shards stay on the host.
+    _place_whole_parts(network, device, dtype)
+    return network
+
+
+def _add_gradients(whole: nn.Module) -> None:
+    """Let ranks add gradients instead of averaging them."""
+    for part in whole.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def _place_whole_parts(network: Network, device: torch.device, dtype: torch.dtype) -> None:
+    """Move what is not sharded to the device, also if the shards stay on the host."""
     for weight in network.tower_weights.values():
         weight.data = weight.data.to(device, dtype)
     # Buffers keep their dtypes: rotary frequencies must not be rounded.
     for part in network.whole.modules():
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)
-    return network
 
 
 def _materialize(network: Network, device: torch.device) -> None:

@@ -165,6 +165,16 @@ def test_a_network_address_needs_keys_or_an_explicit_permission(host: str):
         assert load(config, [f"http.host='{own}'"]).http.host == own
 
 
+def test_an_endpoint_on_all_nodes_needs_an_address_of_all_and_two_processes():
+    config, open_ = CONFIGS / "cpu_tiny.yaml", "http.open_to_network=true"
+    with pytest.raises(ConfigError, match=r"nodes=all needs host 0\.0\.0\.0: 127\.0\.0\.1 is"):
+        load(config, ["http.nodes=all"])
+    everywhere = ["http.nodes=all", "http.host=0.0.0.0", open_]
+    with pytest.raises(ConfigError, match="nodes=all needs at least 2 replicas"):
+        load(config, [*everywhere, "http.replicas=1"])
+    assert load(config, everywhere).http.nodes == "all"
+
+
 def test_environment_variables_are_texts_or_whole_numbers(tmp_path: Path):
     (tmp_path / "own.yaml").write_text("environment: {NCCL_IB_DISABLE: 1, NCCL_DEBUG: INFO}")
     config = load(tmp_path / "own.yaml")

@@ -227,7 +227,12 @@ def test_the_service_in_the_kuberay_manifest_is_valid(monkeypatch: pytest.Monkey
         AutoscalingConfig.model_validate(scaling(config.http)["autoscaling_config"]).max_replicas
         == 8
     )
-    assert scaling(HttpConfig()) == {"num_replicas": 2}
+    assert scaling(HttpConfig()) == scaling(HttpConfig(), 4) == {"num_replicas": 2}
+    everywhere = HttpConfig(
+        nodes="all", host="0.0.0.0", open_to_network=True, replicas=3, max_replicas=7
+    )
+    assert "max_replicas_per_node" not in scaling(everywhere, 1)
+    assert scaling(everywhere, 2)["max_replicas_per_node"] == 4
     with pytest.raises(ValueError, match="max_replicas 1 is below replicas 2"):
         HttpConfig(max_replicas=1)
     monkeypatch.delenv("JOURNAL_URL")

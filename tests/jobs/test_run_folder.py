@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from skyrl_actors.config.job import JobConfig, RunConfig
 from skyrl_actors.config.load import load, to_yaml
@@ -224,3 +225,17 @@ def test_a_run_of_an_earlier_version_resumes_with_fewer_adapters_and_other_place
     resumed = open_run(tmp_path, "r", now, True)
     assert resumed.path == first.path and resumed.state is not None
     resumed.close()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_leaves_no_points(tmp_path: Path):
+    for steps, offset in ((8, 9.0), (3, 1.0)):
+        run = open_run(tmp_path, "r", YAML, True)
+        recorder = Recorder(run)
+        for step in range(1, steps + 1):
+            recorder.log(step, {"loss": offset + step})
+        recorder.close()
+        run.close()
+    events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 2), (2, 3), (3, 4)]
+    assert [row["step"] for row in recorder.history] == [1, 2, 3]
