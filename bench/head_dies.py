@@ -46,7 +46,7 @@ CONFIG = "configs/cpu_tiny.yaml"
 SET_BY_CLUSTER = (
     *("RAY_worker_niceness", "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"),
 )
-SETTLED_S = 20.0  # then the endpoint is asked no more
+SETTLED_S = 20.0  # until the endpoint is no longer asked
 STEPS = 6
 PORT = 8179
 DATUM = types.Datum(

@@ -101,17 +101,18 @@ async def reserve(
     Raises:
         DoesNotFit: The timeout passed, or a node of the plan is gone. No slot stays reserved.
     """
-    before = reserved_before(plan, name) if detached else None
+    before = await asyncio.to_thread(reserved_before, plan, name) if detached else None
     if before is not None:
         return before
     lifetime = "detached" if detached else None
-    ids = {node.name: node.ray_id for node in cluster_nodes()}
+    ids = {node.name: node.ray_id for node in await asyncio.to_thread(cluster_nodes)}
     if pinned and (gone := sorted({slot.node for slot in plan.slots} - set(ids))):
         raise DoesNotFit(
             f"placement group {name}: these nodes are gone since the plan was made: "
             f"{', '.join(gone)}; start again for a new plan"
         )
-    group = placement_group(
+    group = await asyncio.to_thread(
+        placement_group,
         [slot.resources for slot in plan.slots],
         strategy="PACK",
         name=name,
@@ -127,7 +128,7 @@ async def reserve(
     try:
         async with asyncio.timeout(timeout_s):
             await group.ready()  # type: ignore[misc]
-        placed_on(plan, group)
+        await asyncio.to_thread(placed_on, plan, group)
     except (TimeoutError, asyncio.CancelledError, DoesNotFit) as error:
         remove_placement_group(group)
         if isinstance(error, TimeoutError):

@@ -6,8 +6,8 @@ import zstandard
 
 from skyrl_actors.messages.errors import InvalidRequest
 
-MOST_BLOCKS = 4096  # of one body, and one more for each BLOCK_BYTES
-BLOCK_BYTES = 2**14
+MOST_BLOCKS = 4096  # of one body, and one more for each BLOCK_BYTES that a body may have
+BLOCK_BYTES = 2**14  # an eighth of what compressors put into a block
 SKIPPABLE, SKIPPABLE_MASK = 0x184D2A50, 0xFFFFFFF0  # frames without content (RFC 8878, 3.1.2)
 RLE = 1  # a block of one byte that is repeated
 
@@ -23,7 +23,7 @@ def decompressed_bytes(body: bytes, limit: int) -> int:
 
     Raises InvalidRequest if the body is cut.
     """
-    sizes = [zstandard.frame_content_size(frame) for frame in frames(body)]
+    sizes = [zstandard.frame_content_size(frame) for frame in frames(body, limit)]
     return limit if min(sizes, default=0) < 0 else min(sum(sizes), limit)
 
 
@@ -34,7 +34,7 @@ def decompress(body: bytes, limit: int) -> bytes:
     """
     parts, size = list[bytes](), 0
     try:
-        for frame in frames(body):
+        for frame in frames(body, limit):
             with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
                 parts.append(reader.read(limit - size + 1))
             size += len(parts[-1])
@@ -49,13 +49,13 @@ def decompress(body: bytes, limit: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def frames(body: bytes) -> Iterator[bytes]:
-    """Yield the frames of a zstd body that have content.
+def frames(body: bytes, limit: int) -> Iterator[bytes]:
+    """Yield the frames of a zstd body that have content. It may have `limit` bytes decompressed.
 
     The decoder reads one frame, and takes the end of its input for the end of the frame. So a cut
     body, and data after the first frame, would be lost without a word.
     """
-    start, left = 0, MOST_BLOCKS + len(body) // BLOCK_BYTES
+    start, left = 0, MOST_BLOCKS + max(len(body), limit) // BLOCK_BYTES
     while start < len(body) or not start:
         if int.from_bytes(body[start : start + 4], "little") & SKIPPABLE_MASK == SKIPPABLE:
             start += 8 + int.from_bytes(body[start + 4 : start + 8], "little")

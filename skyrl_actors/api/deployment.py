@@ -60,7 +60,7 @@ class TinkerApi:
     """A stateless HTTP replica. It sends requests to the controller of the configured service."""
 
     def __init__(self, config: ClusterConfig):
-        run_folder()  # first: the folder of HAProxy is in it, and Ray would open it to others
+        run_folder()  # the folder of HAProxy is in it, and Ray can have opened it to others
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
         logs = PartLogs(config.name, config.shards.count)
         self.state = ApiState(config, client_of(config), logs)

@@ -19,7 +19,6 @@ DTYPES = {
     "float32": np.float32,
     "int64": np.int64,
 }
-LARGEST_ITEM = 8  # bytes
 _SPARSE = re.compile(rb'"sparse_crow_indices"\s*:\s*\[')
 
 
@@ -114,9 +113,9 @@ class SparseBound:
 
 
 def sparse_bytes_of_proto(message: Any) -> int:
-    """Return the bytes that the sparse tensors of a batch have as dense ones, at most."""
+    """Return the bytes that the sparse tensors of a batch have as dense ones."""
     return sum(
-        LARGEST_ITEM * math.prod(tensor.shape)
+        _item_bytes(tensor.dtype) * math.prod(tensor.shape)
         for datum in message.data
         for tensor in datum.loss_fn_inputs.values()
         if tensor.WhichOneof("kind") == "sparse_csr" and min(tensor.shape, default=0) > 0
@@ -129,12 +128,20 @@ def may_be_sparse(body: bytes) -> bool:
 
 
 def sparse_bytes_of_json(data: object) -> int:
-    """Return the bytes that the sparse tensors of these datums have as dense ones, at most."""
+    """Return the bytes that the sparse tensors of these datums have as dense ones."""
     total = 0
     for datum in data if is_array(data) else ():
         fields = datum.get("loss_fn_inputs") if is_mapping(datum) else None
         for tensor in fields.values() if is_mapping(fields) else ():
-            shape = tensor.get("shape") if is_mapping(tensor) else None
+            if not is_mapping(tensor) or tensor.get("sparse_crow_indices") is None:
+                continue
+            shape = tensor.get("shape")
             if is_array(shape) and all(type(one) is int and one > 0 for one in shape):
-                total += LARGEST_ITEM * math.prod(shape)
+                total += _item_bytes(tensor.get("dtype")) * math.prod(shape)
     return total
+
+
+def _item_bytes(dtype: object) -> int:
+    """Return the bytes of a cell. A tensor of an unknown dtype is refused later."""
+    known = DTYPES.get(dtype) if isinstance(dtype, str | int) else None
+    return 8 if known is None else np.dtype(known).itemsize

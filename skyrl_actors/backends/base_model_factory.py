@@ -52,7 +52,10 @@ class RayBaseModelFactory:
         )
         self._counts = CountsExport(self._config.name)
         self._slots = SlotWatch(next(iter(self._sites.values())).reserved)
-        parking, nodes = self._config.parking, with_host_shares(self._config, cluster_nodes())
+        parking, nodes = (
+            self._config.parking,
+            with_host_shares(self._config, await asyncio.to_thread(cluster_nodes)),
+        )
         try:
             room = self._room(nodes)
         except ConfigError:

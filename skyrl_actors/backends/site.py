@@ -1,5 +1,9 @@
-"""Plan the slots of a config on the Ray cluster, check their memory, and reserve them."""
+"""Plan the slots of a config on the Ray cluster, check their memory, and reserve them.
 
+Ray is asked in threads: while its server is away, these calls wait for it.
+"""
+
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,18 +53,18 @@ async def reserved_site(
 
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
-    nodes = cluster_nodes()
+    nodes = await asyncio.to_thread(cluster_nodes)
     plan = whole_plan(config, nodes)
     check_memory(config, base_folder, plan, with_host_shares(config, nodes), report)
     # If the free resources do not suffice, the plan of all resources stays: an earlier controller
     # of this service may hold some of them, or other programs may end.
     with suppress(ConfigError):
-        plan = service_plan(config, cluster_nodes(free=True))
+        plan = service_plan(config, await asyncio.to_thread(cluster_nodes, free=True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
-        return await _placed(config, placed_on(plan, reserved), reserved)
+        return await _placed(config, await asyncio.to_thread(placed_on, plan, reserved), reserved)
     except (DoesNotFit, ConfigError) as error:
-        remove_placement_group(reserved)
+        await asyncio.to_thread(remove_placement_group, reserved)
         raise ConfigError(str(error)) from error
 
 
@@ -75,21 +79,21 @@ async def shared_sites(
 
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
-    nodes = cluster_nodes()
+    nodes = await asyncio.to_thread(cluster_nodes)
     plan, hosts = whole_plan(config, nodes), with_host_shares(config, nodes)
     for name, own in served.items():
         check_memory(own, folders[name], part_of(plan, own.name), hosts, report)
     with suppress(ConfigError):
-        plan = service_plan(config, cluster_nodes(free=True))
+        plan = service_plan(config, await asyncio.to_thread(cluster_nodes, free=True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
-        plan = placed_on(plan, reserved)
+        plan = await asyncio.to_thread(placed_on, plan, reserved)
         sites = {
             name: await _placed(own, part_of(plan, own.name), reserved)
             for name, own in served.items()
         }
     except (DoesNotFit, ConfigError) as error:
-        remove_placement_group(reserved)
+        await asyncio.to_thread(remove_placement_group, reserved)
         raise ConfigError(str(error)) from error
     return {name: replace(site, is_shared=True) for name, site in sites.items()}
 

@@ -41,7 +41,14 @@ def private_folder(path: Path) -> Path:
 
 
 def run_folder() -> Path:
-    """Return the folder for files of this user's services on this machine."""
+    """Return the folder for files of this user's services on this machine.
+
+    Ray creates it for HAProxy where other users may read it. Then it is closed.
+    """
+    make_folder(RUN_FOLDER)
+    status = RUN_FOLDER.lstat()
+    if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        RUN_FOLDER.chmod(stat.S_IRWXU)
     return private_folder(RUN_FOLDER)
 
 

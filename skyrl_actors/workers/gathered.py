@@ -1,4 +1,4 @@
-"""Take part in gathering a model's tensors to the end, also if the rank that writes fails."""
+"""Take part in gathering a model's tensors to the end, also if the rank cannot write them."""
 
 from collections.abc import Iterator
 

@@ -65,3 +65,5 @@ def test_the_bytes_of_all_frames_count_and_blocks_are_bounded():
     assert compression.decompress(frame(b"x" * 1000) * 2, 2000) == b"x" * 2000
     with pytest.raises(InvalidRequest, match="too many blocks"):
         compression.decompress(frame(b"") * 5000, LIMIT)
+    large = frame(bytes(600 * 2**20))  # one block for 128 KiB, however small it becomes
+    assert compression.decompressed_bytes(large, 2**30) == 600 * 2**20

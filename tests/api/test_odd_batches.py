@@ -199,6 +199,20 @@ def test_an_image_with_other_dimensions_is_refused():
         codec.forward_backward_from_proto(message.SerializeToString())
 
 
+def test_only_sparse_tensors_count_with_the_size_of_their_numbers():
+    tensors = {
+        "dense": {"dtype": "float32", "shape": [1000], "data": [], "sparse_crow_indices": None},
+        "weights": {"dtype": "float32", "shape": [2, 5], "sparse_crow_indices": [0, 0, 0]},
+        "target_tokens": {"dtype": "int64", "shape": [2, 5], "sparse_crow_indices": [0, 0, 0]},
+    }
+    assert batches.sparse_bytes_of_json([{"loss_fn_inputs": tensors}]) == 10 * 4 + 10 * 8
+    message = sparse_batch("m", 5, 1)
+    weights = message.data[0].loss_fn_inputs["weights"]
+    weights.CopyFrom(message.data[0].loss_fn_inputs["target_tokens"])
+    weights.dtype = schema.FLOAT32
+    assert batches.sparse_bytes_of_proto(message) == 5 * 4 + 5 * 8
+
+
 def test_damaged_datums_have_no_sparse_bytes():
     for data in ([5], [{"loss_fn_inputs": 1}], [{"loss_fn_inputs": {"a": 1}}], "x"):
         assert batches.sparse_bytes_of_json(data) == 0

@@ -11,7 +11,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.transfers import SHARED_MEMORY
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage import private_folders
-from skyrl_actors.storage.private_folders import make_folder, private_folder
+from skyrl_actors.storage.private_folders import make_folder, private_folder, run_folder
 
 OTHER_USER = 54321
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of another user")
@@ -75,6 +75,14 @@ def test_a_private_folder_that_others_may_read_is_refused(shared: Path):
     make_folder(shared / "service")
     with pytest.raises(ConfigError, match="chmod 700"):
         private_folder(shared / "service")
+
+
+def test_the_run_folder_is_closed_if_others_may_only_read_it(run: Path):
+    run.mkdir(mode=0o755)
+    assert run_folder() == run and run.stat().st_mode & 0o777 == 0o700
+    run.chmod(0o775)
+    with pytest.raises(ConfigError, match="open to other users"):
+        run_folder()
 
 
 def test_folders_that_only_their_owner_can_change_are_accepted(tmp_path: Path):
