@@ -97,7 +97,13 @@ def refuse_other_edge(config: ClusterConfig) -> None:
             f"Ray Serve of this cluster listens on {there.host}:{there.port}, not on "
             f"{wanted.host}:{wanted.port}; {ONE}"
         )
-    applications: dict[str, dict[str, Any]] = client.get_serve_details().get("applications", {})
+    details: dict[str, Any] = client.get_serve_details()
+    if wanted.nodes == "all" and details.get("proxy_location") == "HeadOnly":
+        raise ConfigError(
+            "http.nodes=all, but Ray Serve of this cluster runs with proxy_location HeadOnly, "
+            "which only its restart changes: serve shutdown -y, or leave http.nodes out"
+        )
+    applications: dict[str, dict[str, Any]] = details.get("applications", {})
     for name, application in applications.items():
         if application.get("route_prefix") == "/" and name != config.name:
             raise ConfigError(
