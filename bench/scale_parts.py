@@ -96,7 +96,7 @@ class PooledBackend(AnsweringBackend):
         super().__init__(folder)
         config = ClusterConfig()
         check = LogprobCheck(config.logprob_check, 1e-4, "float32", print)
-        self._pool = EnginePool("scale", EngineConfig(), Path(folder), nothing, check)
+        self._pool = EnginePool(EngineConfig(), Path(folder), nothing, check)
         self._pool.engines = [OverRpc(f"engine:{n}", a) for n, a in enumerate(engines)]
         self._phases = ColocatedPhaseLock(OneDevice(), Phase.SAMPLE, 60.0)  # type: ignore[arg-type]
 

@@ -123,7 +123,7 @@ class Farm(FakeBackend):
         self.sent: dict[str, tuple[float, str]] = {}  # when and by which kind of tenant
         self.waits: dict[str, list[float]] = defaultdict(list)
         check = LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print)
-        self.pool = EnginePool("scale", EngineConfig(), Path("/"), nothing, check)
+        self.pool = EnginePool(EngineConfig(), Path("/"), nothing, check)
         self.pool.engines = [Engine(number, self) for number in range(num_engines)]
         self._batcher = Batcher(self._compute, PASS_TOKENS // unit)
         self._group = asyncio.Lock()
@@ -139,6 +139,8 @@ class Farm(FakeBackend):
             max(1, min(most, int(self.shortest * self._chance.gammavariate(4, most / 8))))
             for _ in range(params.num_samples)
         ]
+
+    async def stand_by(self) -> None: ...
 
     async def start(self, epoch: int) -> ServedModels:
         longest = {"max_context_tokens": 32_768, "max_sample_tokens": 32_768}

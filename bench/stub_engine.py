@@ -23,7 +23,7 @@ class StubEngine(EngineReplica):
     async def start(self) -> None:
         """Do nothing: it runs."""
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: Any) -> bool:
         return True
 
     async def close(self) -> None:

@@ -178,17 +178,32 @@ def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
     They must equal those of the plan, and their nodes must be alive. Other slots are released, and
     the processes in them end.
     """
-    try:
-        group = get_placement_group(name)
-    except ValueError:
-        return None
-    living = {node.ray_id for node in cluster_nodes()}
-    where = placement_group_table(group)["bundles_to_node_id"].values()
-    specs: list[dict[str, float]] = cast(Any, group).bundle_specs
-    if specs == [slot.resources for slot in plan.slots] and living.issuperset(where):
+    group = _named(name)
+    if group is None or _is_of(group, plan):
         return group
     remove_placement_group(group)
     return None
+
+
+def standing(plan: Plan, name: str) -> PlacementGroup | None:
+    """Return the slots that are reserved for this plan, or None. Changes nothing."""
+    group = _named(name)
+    return group if group is not None and _is_of(group, plan) else None
+
+
+def _named(name: str) -> PlacementGroup | None:
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
+def _is_of(group: PlacementGroup, plan: Plan) -> bool:
+    """Return whether the slots are those of the plan, on nodes that are alive."""
+    living = {node.ray_id for node in cluster_nodes()}
+    where = placement_group_table(group)["bundles_to_node_id"].values()
+    specs: list[dict[str, float]] = cast(Any, group).bundle_specs
+    return specs == [slot.resources for slot in plan.slots] and living.issuperset(where)
 
 
 def left_without_node(group: PlacementGroup) -> list[dict[str, float]]:

@@ -7,7 +7,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, cast
 
 import ray
@@ -26,8 +27,12 @@ from skyrl_actors.messages.errors import (
 
 log = logging.getLogger(__name__)
 Method = TypeVar("Method", bound=Callable[..., Any])
+T = TypeVar("T")
+Actors = Mapping[str, ActorHandle[Any]]  # living ones, by name
 NAMESPACE = "skyrl-actors"
 NAME_FREE_S = 20.0
+# Questions to Ray's server wait here while it is away, and nothing else waits for their threads.
+QUESTIONS = ThreadPoolExecutor(4, thread_name_prefix="ray")
 ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -92,6 +97,11 @@ class Overdue(StateLost):
 
 class NoAnswer(InternalError):
     """An actor did not answer in time."""
+
+
+async def ask(question: Callable[..., T], *arguments: Any) -> T:
+    """Ask Ray's server in a thread, because this waits while the server is away."""
+    return await asyncio.get_running_loop().run_in_executor(QUESTIONS, question, *arguments)
 
 
 async def ended(*tasks: asyncio.Task[Any] | None) -> None:
@@ -208,10 +218,19 @@ def names_with(prefix: str) -> list[str]:
     ]
 
 
-def make_named(actor_class: Any, *arguments: Any) -> ActorHandle[Any]:
+def living(prefix: str) -> Actors:
+    """Return the living actors whose names start with `prefix`.
+
+    As long as a process has these handles, it can call them without Ray's server.
+    """
+    found = {name: named(name) for name in names_with(prefix)}
+    return {name: actor for name, actor in found.items() if actor is not None}
+
+
+async def make_named(actor_class: Any, *arguments: Any) -> ActorHandle[Any]:
     """Create a named actor. Raises InternalError when the name is taken."""
     try:
-        return actor_class.remote(*arguments)
+        return await ask(lambda: actor_class.remote(*arguments))
     except ValueError as error:
         raise InternalError(f"an actor's name is still taken: {error}") from None
 
@@ -223,11 +242,10 @@ async def publish(service: str, content: dict[str, str] | None) -> None:
     """
     try:
         if content is None:
-            await asyncio.to_thread(key_values._internal_kv_del, service, namespace=NAMESPACE)
+            await ask(lambda: key_values._internal_kv_del(service, namespace=NAMESPACE))
         else:
-            await asyncio.to_thread(
-                key_values._internal_kv_put, service, json.dumps(content), namespace=NAMESPACE
-            )
+            text = json.dumps(content)
+            await ask(lambda: key_values._internal_kv_put(service, text, namespace=NAMESPACE))
     except RayError as error:
         log.warning("the address of %s was not published: %s", service, error)
 
@@ -252,12 +270,17 @@ def is_same(found: Any, wanted: Any) -> bool:
 async def end_named(names: Sequence[str]) -> None:
     """Kill the actors of these names and wait until the names are free again."""
     for name in names:
-        actor = named(name)
+        actor = await ask(named, name)
         if actor is not None:
             typed_ray.kill(actor)
     deadline = asyncio.get_running_loop().time() + NAME_FREE_S
-    while taken := [name for name in names if named(name) is not None]:
+    while taken := [name for name in names if await ask(named, name) is not None]:
         # Ray has no event for a free name. It takes milliseconds.
         if asyncio.get_running_loop().time() > deadline:
             raise InternalError(f"{', '.join(taken)} did not end within {NAME_FREE_S:.0f} s")
         await asyncio.sleep(0.02)
+
+
+async def end_all(prefix: str) -> None:
+    """Kill the actors whose names start with `prefix`, and wait until the names are free again."""
+    await end_named(await ask(names_with, prefix))

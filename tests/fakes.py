@@ -58,6 +58,8 @@ class FakeBackend:
             raise InternalError(f"{verb} broke")
         self.calls.append((verb, model_id))
 
+    async def stand_by(self) -> None: ...
+
     async def start(self, epoch: int) -> ServedModels:
         able = Capabilities(
             base_model="tiny",

@@ -21,7 +21,7 @@ from skyrl_actors.messages.results import Completion, Failure, PartialSample, Re
 from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.remote import NAMESPACE, ActorDied, ended, node_address, settled, typed_ray
+from skyrl_actors.remote import NAMESPACE, ActorDied, ask, ended, node_address, settled, typed_ray
 from skyrl_actors.remote import named as named_actor
 from skyrl_actors.transport.protocols import calls_of
 from skyrl_actors.transport.rpc import Address, RpcClient
@@ -112,7 +112,7 @@ class ControllerClient:
         task, loop = self._finding, asyncio.get_running_loop()
         if task is None or task.done() or task.get_loop() != loop:
             names = actor_names(self._name)
-            looking = asyncio.to_thread(lambda: [*map(named_actor, names)])
+            looking = ask(lambda: [*map(named_actor, names)])
             task = self._finding = loop.create_task(looking)
         with suppress(TimeoutError):  # Ray's server may be away; then the task goes on
             async with asyncio.timeout(FIND_S):

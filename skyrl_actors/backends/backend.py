@@ -108,6 +108,13 @@ class Backend(Protocol):
         """Why the backend must be closed and started again. None if it can repair itself."""
         ...
 
+    async def stand_by(self) -> None:
+        """Look for what runs until cancelled, so that `start` can do without Ray's server.
+
+        A controller awaits this while another one is active.
+        """
+        ...
+
     async def start(self, epoch: int) -> ServedModels:
         """Take over what an earlier controller of this service left, and start what is missing.
 

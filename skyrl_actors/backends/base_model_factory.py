@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from placement.reserve import cluster_nodes
 from placement.types import Node
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.demands import with_host_shares
+from skyrl_actors.backends.lookout import Lookout
 from skyrl_actors.backends.memory_demands import memory_plan, refuse, shape_in
 from skyrl_actors.backends.monitoring import CountsExport
 from skyrl_actors.backends.parkable import ParkableBackend
@@ -36,6 +36,7 @@ class RayBaseModelFactory:
         self._folders = folders
         self._report = report
         self._detached = detached
+        self._lookout = Lookout(config)
         self._proved = ProvedBases(config.journal.folder)
         self._sites: dict[str, Site] = {}
         self._slots: SlotWatch | None = None
@@ -45,17 +46,17 @@ class RayBaseModelFactory:
     def lost(self) -> str | None:
         return self._slots and self._slots.lost
 
+    async def stand_by(self) -> None:
+        await self._lookout.follow()
+
     async def reserve(self) -> Residency:
         """Reserve the slots. Return all base models, on disk. Raises ConfigError."""
-        self._sites = await shared_sites(
-            self._config, self._served, self._folders, self._report, self._detached
-        )
+        found = await self._lookout.remembered()
+        self._sites = dict(found.sites) if found is not None else await self._reserved()
         self._counts = CountsExport(self._config.name)
-        self._slots = SlotWatch(next(iter(self._sites.values())).reserved)
-        parking, nodes = (
-            self._config.parking,
-            with_host_shares(self._config, await asyncio.to_thread(cluster_nodes)),
-        )
+        site = next(iter(self._sites.values()))
+        self._slots = SlotWatch(site.reserved)
+        parking, nodes = self._config.parking, with_host_shares(self._config, site.nodes)
         try:
             room = self._room(nodes)
         except ConfigError:
@@ -68,6 +69,11 @@ class RayBaseModelFactory:
             min_residence_s=parking.min_residence_s,
             idle_s=parking.idle_s,
             max_loaded=room.max_loaded,
+        )
+
+    async def _reserved(self) -> dict[str, Site]:
+        return await shared_sites(
+            self._config, self._served, self._folders, self._report, self._detached
         )
 
     def _room(self, nodes: list[Node]) -> ParkingPlan:
@@ -88,12 +94,13 @@ class RayBaseModelFactory:
             lambda text: self._report(f"{name}: {text}"),
             self._detached,
             self._sites[name],
+            self._lookout,
         )
 
     def known(self, name: str) -> Capabilities | None:
         own, folder = self._served[name], self._folders[name]
         facts = self._proved.facts(own, folder)
-        return facts and capabilities_of(own, folder, self._sites[name].plan, facts)
+        return facts and capabilities_of(own, folder, self._sites[name], facts)
 
     async def learn(self, able: Capabilities) -> None:
         name = able.base_model

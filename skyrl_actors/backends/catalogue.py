@@ -37,6 +37,9 @@ class CatalogueBackend:
         self._sampling: dict[str, ParkableBackend] = {}  # by request id
         self._began = asyncio.Event()  # a sample has begun
 
+    async def stand_by(self) -> None:
+        await self._factory.stand_by()
+
     async def start(self, epoch: int) -> ServedModels:
         """Take over what runs, and load each base model once that was never loaded before."""
         return await self._bases.start(epoch)

@@ -16,6 +16,7 @@ from placement.reserve import node_ids
 from skyrl_actors.config.base_models import MadeBase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
+from skyrl_actors.remote import ask
 from skyrl_actors.storage.base_copy import Arrived, BaseCopy, bring, described
 
 SILENT_S = 120.0  # longest pause of a node's reports
@@ -51,7 +52,7 @@ class NodeBases:
             ConfigError: A node cannot get it.
             InternalError: A node does not answer, or its download stands still.
         """
-        nodes = await asyncio.to_thread(node_ids, self._reserved)
+        nodes = await ask(node_ids, self._reserved)
         if absent := sorted(nodes.keys() - self._complete):
             copy = await asyncio.to_thread(described, self._folder, self._name, self._is_made_here)
             await asyncio.gather(*(self._bring(copy, node, nodes[node]) for node in absent))

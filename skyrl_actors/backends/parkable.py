@@ -26,6 +26,10 @@ class BaseModelFactory(Protocol):
         """Why the slots must be reserved again, or None."""
         ...
 
+    async def stand_by(self) -> None:
+        """Look for what runs until cancelled."""
+        ...
+
     async def reserve(self) -> Residency:
         """Reserve the slots. Return all base models, on disk. Raises ConfigError."""
         ...

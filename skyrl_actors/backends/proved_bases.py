@@ -11,9 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from placement.types import Plan
 from skyrl_actors.backends.backend import Capabilities
-from skyrl_actors.backends.site import adapters_of
+from skyrl_actors.backends.site import Site, adapters_of
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.model import Role
@@ -33,7 +32,7 @@ class Facts:
 
 
 def capabilities_of(
-    config: ClusterConfig, base_folder: Path, plan: Plan, facts: Facts
+    config: ClusterConfig, base_folder: Path, site: Site, facts: Facts
 ) -> Capabilities:
     """Return what a service with this config serves of a base model."""
     roles: tuple[Role, ...] = ("policy", "critic") if config.critic else ("policy",)
@@ -45,7 +44,7 @@ def capabilities_of(
         max_sample_tokens=min(config.engine.max_model_len, facts.max_context_tokens),
         roles=roles,
         adapts_head=facts.adapts_head,
-        adapters=adapters_of(config, base_folder, plan),
+        adapters=adapters_of(config, base_folder, site),
         images=form_in(base_folder),
     )
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.types import Plan
 from skyrl_actors.backends.backend import BackendCopy, Capabilities, Mixture, ServedModels
+from skyrl_actors.backends.lookout import Lookout
 from skyrl_actors.backends.monitoring import Monitoring
 from skyrl_actors.backends.proved_bases import Facts, capabilities_of
 from skyrl_actors.backends.running_parts import RunningParts
@@ -29,7 +29,6 @@ from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
-from skyrl_actors.transfer.folders import manifests
 from skyrl_actors.workers.interface import TrainWorker
 
 T = TypeVar("T")
@@ -50,20 +49,23 @@ class RayBackend:
         report: Callable[[str], None],
         detached: bool,
         site: Site | None = None,
+        lookout: Lookout | None = None,
     ):
         self.config = config
         self.base_folder = base_folder
         self._name = config.base_model.name
         self.on_lost: Callable[[str, str], None] = lambda base_model, role: None
+        lookout = lookout or Lookout(config)
+        self.stand_by = lookout.follow
         self.parts = RunningParts(
             config,
             base_folder,
             report,
             detached,
             lambda role: self.on_lost(self._name, role),
+            lookout,
             site,
         )
-        self._report = report
         self._monitoring: Monitoring | None = None
         self._attempts = itertools.count()
 
@@ -73,10 +75,10 @@ class RayBackend:
 
     async def take_over(self, epoch: int) -> Capabilities | None:
         """Park what an earlier controller left. Return None if it does not all run."""
-        plan = await self.parts.take_over(epoch)
-        return None if plan is None else await self._started(plan)
+        site = await self.parts.take_over(epoch)
+        return None if site is None else await self._started(site)
 
-    async def _started(self, plan: Plan) -> Capabilities:
+    async def _started(self, site: Site) -> Capabilities:
         self._monitoring = self.parts.monitoring()
         policy = self.parts.groups["policy"]
         info = (policy.group or await policy.up()).info
@@ -85,7 +87,7 @@ class RayBackend:
         facts = Facts(
             info.vocab_size, info.max_context_tokens, await self.parts.engines.adapts_head()
         )
-        return capabilities_of(self.config, self.base_folder, plan, facts)
+        return capabilities_of(self.config, self.base_folder, site, facts)
 
     async def park(self) -> None:
         await self.parts.park()
@@ -313,12 +315,8 @@ class RayBackend:
         )
 
     async def open_sampler(self, base_model: str, folder: str, version: str) -> SamplerWeights:
-        def opened() -> SamplerWeights:
-            parts = manifests(Path(folder), version)
-            weights = SamplerWeights(version=version, parts=parts, base_model=base_model)
-            return self.parts.engines.logprob_check.load(weights, Path(folder))
-
-        return await asyncio.to_thread(opened)
+        check = self.parts.engines.logprob_check
+        return await asyncio.to_thread(check.open_sampler, base_model, Path(folder), version)
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         try:

@@ -11,9 +11,9 @@ from contextlib import (
 )
 from pathlib import Path
 
-from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.backends.actor_env import actor_environment
+from skyrl_actors.backends.lookout import Lookout
 from skyrl_actors.backends.memory_demands import engine_bytes, shape_in
 from skyrl_actors.backends.monitoring import Monitoring
 from skyrl_actors.backends.node_bases import NodeBases
@@ -58,16 +58,19 @@ class RunningParts:
         report: Callable[[str], None],
         detached: bool,
         on_group_up: Callable[[str], None],
+        lookout: Lookout,
         site: Site | None = None,
     ):
         self.groups: dict[str, GroupSupervisor] = {}
         self.phase_lock: PhaseLock = SplitPhaseLock()
         self._training: StateLock[str] = StateLock("policy", _no_change)
         self._config = config
+        self._prefix = f"{config.name}:"  # of the names of all actors
         self._base_folder = base_folder
         self._report = report
         self._detached = detached
         self._on_group_up = on_group_up
+        self._lookout = lookout
         self._site = site
         self._parks = site is not None and site.is_shared
         self._parked = AsyncExitStack()
@@ -98,15 +101,15 @@ class RunningParts:
             raise InternalError("the backend was not started")
         return self._engines
 
-    async def start(self, epoch: int) -> Plan:
+    async def start(self, epoch: int) -> Site:
         """Take over or start groups and engines. Engines that share devices are asleep afterwards.
 
         Parts that can be parked are started, because `take_over` has ended those that ran.
         """
         if self._parks:  # what an end that failed has left
-            await remote.end_named(remote.names_with(f"{self._config.name}:"))
-        plan, standby_runs = await self._prepare(epoch)
-        attached = not self._parks and await self._attach()
+            await remote.end_all(self._prefix)
+        site, actors, standby_runs = await self._prepare(epoch)
+        attached = not self._parks and await self._attach(actors)
         if not attached:
             await self._start_all()
             self.phase_lock = phase_lock_for(
@@ -120,13 +123,13 @@ class RunningParts:
             await prove_shared(self._config, ups)
         if self._standby is not None and not standby_runs:
             self._standby.start_later()
-        return plan
+        return site
 
-    async def take_over(self, epoch: int) -> Plan | None:
+    async def take_over(self, epoch: int) -> Site | None:
         """Park the parts of an earlier controller. If not all run, end the others; return None."""
-        plan, standby_runs = await self._prepare(epoch)
-        groups = await asyncio.gather(*(each.take_over() for each in self.groups.values()))
-        engines = zip(self.engines.engines, await self.engines.take_over(), strict=True)
+        site, actors, standby_runs = await self._prepare(epoch)
+        groups = await asyncio.gather(*(each.take_over(actors) for each in self.groups.values()))
+        engines = zip(self.engines.engines, await self.engines.take_over(actors), strict=True)
         all_run = all((*groups, *(runs for engine, runs in engines if engine.managed)))
         if all_run:
             offloader = offloader_for(self._config, self.groups, self.engines)
@@ -135,12 +138,12 @@ class RunningParts:
             await offloader.as_taken_over(Phase.IDLE)
         if not all_run or not self._all_up():
             await self.close()
-            await remote.end_named(remote.names_with(f"{self._config.name}:"))
+            await remote.end_all(self._prefix)
             return None
         self._versions_may_be_live = True
         if self._standby is not None and not standby_runs:
             self._standby.start_later()
-        return plan
+        return site
 
     async def write_versions(self, model_id: str, all_of_them: bool) -> None:
         """Write versions before their weights change. One that fails is recomputed on request."""
@@ -189,17 +192,24 @@ class RunningParts:
             if number != TORN and (group := self.groups["policy"].group) is not None:
                 await group.write_versions(model_id, ())
 
-    async def _prepare(self, epoch: int) -> tuple[Plan, bool]:
-        """Build the objects of all parts. Return the plan, and whether a standby process runs."""
-        config, environment = self._config, actor_environment(self._config)
+    async def _arrive(self) -> tuple[Site, remote.Actors]:
+        """Return where the parts run or will run, and the actors of earlier controllers."""
+        config, found = self._config, await self._lookout.remembered()
+        if found is not None:
+            return found.sites[config.base_model.name], found.actors_of(self._prefix)
         site = self._site or await reserved_site(
             config, self._base_folder, self._report, self._detached
         )
+        return site, await remote.ask(remote.living, self._prefix)
+
+    async def _prepare(self, epoch: int) -> tuple[Site, remote.Actors, bool]:
+        """Build the objects of all parts. The last result: whether a standby process runs."""
+        config, environment = self._config, actor_environment(self._config)
+        site, actors = await self._arrive()
         plan, reserved, devices = site.plan, site.reserved, site.devices
         if not site.is_shared:
             self._slots = SlotWatch(reserved)
         self._bases = NodeBases(config, self._base_folder, reserved, self._report)
-        await self._bases.ensure()
         parts = TrainingParts(
             config=config,
             base_folder=self._base_folder,
@@ -211,7 +221,7 @@ class RunningParts:
             report=self._report,
         )
         self._standby = parts.standby(self._no_restarts)
-        standby_runs = self._standby is not None and await self._standby.take_over()
+        standby_runs = self._standby is not None and await self._standby.take_over(actors)
         for role in self.roles:
             self.groups[role] = parts.supervisor(
                 role, self._standby, self._load_context, self._on_group_up
@@ -233,21 +243,21 @@ class RunningParts:
         )
         self._engines.prepare_with(self._bases.ensure)
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
-        return plan, standby_runs
+        return site, actors, standby_runs
 
     @property
     def lost(self) -> str | None:
         return self._slots and self._slots.lost
 
-    async def _attach(self) -> bool:
+    async def _attach(self, actors: remote.Actors) -> bool:
         """Attach to the parts that run; return False if none does.
 
         Missing parts start in the background.
         """
         supervisors = list(self.groups.values())
         # Ranks first: they can host engines.
-        groups = await asyncio.gather(*(supervisor.take_over() for supervisor in supervisors))
-        engines = await self.engines.take_over()
+        groups = await asyncio.gather(*(supervisor.take_over(actors) for supervisor in supervisors))
+        engines = await self.engines.take_over(actors)
         managed = [
             runs
             for engine, runs in zip(self.engines.engines, engines, strict=True)
@@ -296,6 +306,8 @@ class RunningParts:
 
     async def _start_all(self) -> None:
         """Start all groups and engines."""
+        if self._bases is not None:
+            await self._bases.ensure()
         colocated = self._config.placement.shares("engine")
 
         async def engines() -> None:

@@ -1,9 +1,8 @@
 """Plan the slots of a config on the Ray cluster, check their memory, and reserve them.
 
-Ray is asked in threads: while its server is away, these calls wait for it.
+While Ray's server is away, these functions wait for it.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from placement.reserve import cluster_nodes, gpu_ids, placed_on, reserve
+from placement.reserve import cluster_nodes, gpu_ids, placed_on, reserve, standing
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.backends.demands import (
@@ -24,26 +23,28 @@ from skyrl_actors.backends.demands import (
 from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse, shape_in
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.remote import ask
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where the parts of a base model run.
 
-    `devices` has the GPU ids of engines on several GPUs, by slot. `is_shared`: other base models
-    have the same slots.
+    `devices` has the GPU ids of engines on several GPUs, by slot. `nodes` are all nodes of the
+    cluster. `is_shared`: other base models have the same slots.
     """
 
     plan: Plan
     reserved: PlacementGroup
     devices: dict[int, str]
+    nodes: list[Node]
     is_shared: bool = False
 
 
-def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> AdapterMemory:
+def adapters_of(config: ClusterConfig, base_folder: Path, site: Site) -> AdapterMemory:
     """Return the host memory of each rank for LoRA models. Raises ConfigError."""
-    nodes = with_host_shares(config, cluster_nodes())
-    return adapter_memory(config, shape_in(base_folder), plan, nodes)
+    nodes = with_host_shares(config, site.nodes)
+    return adapter_memory(config, shape_in(base_folder), site.plan, nodes)
 
 
 async def reserved_site(
@@ -53,18 +54,19 @@ async def reserved_site(
 
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
-    nodes = await asyncio.to_thread(cluster_nodes)
+    nodes = await ask(cluster_nodes)
     plan = whole_plan(config, nodes)
     check_memory(config, base_folder, plan, with_host_shares(config, nodes), report)
     # If the free resources do not suffice, the plan of all resources stays: an earlier controller
     # of this service may hold some of them, or other programs may end.
     with suppress(ConfigError):
-        plan = service_plan(config, await asyncio.to_thread(cluster_nodes, free=True))
+        plan = service_plan(config, await ask(cluster_nodes, True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
-        return await _placed(config, await asyncio.to_thread(placed_on, plan, reserved), reserved)
+        plan = await ask(placed_on, plan, reserved)
+        return await _placed(config, plan, reserved, nodes)
     except (DoesNotFit, ConfigError) as error:
-        await asyncio.to_thread(remove_placement_group, reserved)
+        await ask(remove_placement_group, reserved)
         raise ConfigError(str(error)) from error
 
 
@@ -79,23 +81,45 @@ async def shared_sites(
 
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
-    nodes = await asyncio.to_thread(cluster_nodes)
+    nodes = await ask(cluster_nodes)
     plan, hosts = whole_plan(config, nodes), with_host_shares(config, nodes)
     for name, own in served.items():
         check_memory(own, folders[name], part_of(plan, own.name), hosts, report)
     with suppress(ConfigError):
-        plan = service_plan(config, await asyncio.to_thread(cluster_nodes, free=True))
+        plan = service_plan(config, await ask(cluster_nodes, True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
-        plan = await asyncio.to_thread(placed_on, plan, reserved)
+        plan = await ask(placed_on, plan, reserved)
         sites = {
-            name: await _placed(own, part_of(plan, own.name), reserved)
+            name: await _placed(own, part_of(plan, own.name), reserved, nodes)
             for name, own in served.items()
         }
     except (DoesNotFit, ConfigError) as error:
-        await asyncio.to_thread(remove_placement_group, reserved)
+        await ask(remove_placement_group, reserved)
         raise ConfigError(str(error)) from error
     return {name: replace(site, is_shared=True) for name, site in sites.items()}
+
+
+async def standing_sites(config: ClusterConfig, before: Mapping[str, Site]) -> dict[str, Site]:
+    """Return the sites of a service whose slots are reserved; none if they are not.
+
+    Reserves nothing. `before`: what this returned earlier; GPU ids of the same slots are not read
+    again. Raises ConfigError or DoesNotFit.
+    """
+    nodes = await ask(cluster_nodes)
+    plan = whole_plan(config, nodes)
+    reserved = await ask(standing, plan, config.name)
+    if reserved is None:
+        return {}
+    plan, sites = await ask(placed_on, plan, reserved), dict[str, Site]()
+    for name, own in config.served().items():
+        of_base, known = part_of(plan, own.name) if config.base_models else plan, before.get(name)
+        if known is not None and (known.plan, known.reserved) == (of_base, reserved):
+            sites[name] = replace(known, nodes=nodes)
+        else:
+            site = await _placed(own, of_base, reserved, nodes)
+            sites[name] = replace(site, is_shared=bool(config.base_models))
+    return sites
 
 
 def check_memory(
@@ -132,10 +156,12 @@ async def _reserved(
         raise ConfigError(str(error)) from error
 
 
-async def _placed(config: ClusterConfig, plan: Plan, reserved: PlacementGroup) -> Site:
+async def _placed(
+    config: ClusterConfig, plan: Plan, reserved: PlacementGroup, nodes: list[Node]
+) -> Site:
     """Return the site of a base model. Raises ConfigError or DoesNotFit."""
     check_transfer(config, plan)
     devices: dict[int, str] = {}
     if config.engine.topology.num_devices > 1:
         devices = await gpu_ids(plan, reserved, "engine", config.restart.start_timeout_s)
-    return Site(plan, reserved, devices)
+    return Site(plan, reserved, devices, nodes)

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from placement.reserve import left_without_node
+from skyrl_actors.remote import ask
 
 log = logging.getLogger(__name__)
 LOOK_S = 5.0
@@ -31,7 +32,7 @@ class SlotWatch:
         while checks < STUCK_LOOKS:
             await asyncio.sleep(LOOK_S)
             try:
-                waiting = await asyncio.to_thread(left_without_node, self._reserved)
+                waiting = await ask(left_without_node, self._reserved)
             except RayError as error:
                 log.warning("the placement group could not be checked: %s", error)
                 continue

@@ -64,6 +64,7 @@ class ControllerActor:
         self._standby = Standby(standby) if standby is not None else None
         self._following: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._rpc = RpcServer(self._part_for, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
 
     def __repr__(self) -> str:
@@ -107,18 +108,17 @@ class ControllerActor:
         heap.keep_present_objects()
         self._watching = asyncio.create_task(self._watch())
         if self._standby is not None:
-            if self.controller.journal.ended_silent:
-                await self._standby.end(restart=True)  # it stands still, or its machine is gone
-            self._following = asyncio.create_task(self._standby.follow())
-        await remote.publish(
-            self._arguments[0].name,
-            {
-                "url": self._url,
-                "openai_url": f"{self._url}/v1",
-                "base_model": able.default.base_model,
-            },
-        )
+            stands_still = self.controller.journal.ended_silent
+            self._following = asyncio.create_task(self._standby.follow(stands_still))
+        self._publishing = asyncio.create_task(self._publish(able.default.base_model))
+        if self._standby is None:  # clients of a takeover do not wait for Ray's server
+            await self._publishing
         return able
+
+    async def _publish(self, base_model: str) -> None:
+        url = self._url
+        content = {"url": url, "openai_url": f"{url}/v1", "base_model": base_model}
+        await remote.publish(self._arguments[0].name, content)
 
     async def _end_when_deposed(self, journal: Journal) -> None:
         """End this process when another one has the journal: ranks and engines are not its own."""
@@ -229,7 +229,7 @@ class ControllerActor:
 
     async def close(self) -> None:
         """Stop the service. A process that is not active only stops waiting."""
-        await ended(self._watching, self._following, self._guarding)
+        await ended(self._watching, self._following, self._guarding, self._publishing)
         if self._standby is not None:
             if not self.controller.opened.is_set():
                 return

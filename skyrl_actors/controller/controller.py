@@ -60,6 +60,7 @@ from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionVerb
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id
+from skyrl_actors.remote import ended
 from skyrl_actors.transport.protocols import methods_of
 
 log = logging.getLogger(__name__)
@@ -166,9 +167,13 @@ class Controller:
 
         If another process has the journal, raises ConfigError, or waits for its end.
         """
-        journal_state = await self.journal.open(
-            f"service {self.config.name!r} ({own_process()})", wait
-        )
+        standing_by = asyncio.create_task(self.backend.stand_by()) if wait else None
+        try:
+            journal_state = await self.journal.open(
+                f"service {self.config.name!r} ({own_process()})", wait
+            )
+        finally:
+            await ended(standing_by)
         self.epoch = journal_state.epoch
         self.opened.set()
         await self.admin.begin(journal_state)

@@ -36,15 +36,20 @@ class Standby:
         self.waiting: str | None = None  # the process, while it waits for the journal
         self._name = name
 
-    async def follow(self) -> None:
-        """Keep `waiting` up to date, and let a new process wait for the journal."""
+    async def follow(self, stands_still: bool) -> None:
+        """Keep `waiting` up to date, and let a new process wait for the journal.
+
+        `stands_still`: the process had the journal and is silent, so it is ended first.
+        """
+        if stands_still:  # or its machine is gone
+            await self.end(restart=True)
         while True:
             self.waiting = await self._asked()
             await asyncio.sleep(LOOK_S)
 
     async def _asked(self) -> str | None:
         try:
-            actor = await asyncio.to_thread(remote.named, self._name)
+            actor = await remote.ask(remote.named, self._name)
             if actor is None:
                 return None
             async with asyncio.timeout(ANSWER_S):
@@ -57,7 +62,7 @@ class Standby:
         """Kill the process. `restart`: Ray starts it again. A failure is only logged."""
         self.waiting = None
         try:
-            await asyncio.to_thread(self._kill, restart)
+            await remote.ask(self._kill, restart)
         except remote.RayError as error:
             log.warning("the other process was not ended: %s", error)
 

@@ -48,7 +48,7 @@ def build_pool(
     bound = config.logprob_bound(quantization_in(content, base_folder.name) is not None)
     form = form_in(base_folder)
     logprob_check = LogprobCheck(config.logprob_check, bound, config.policy.dtype, report, form)
-    pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
+    pool = EnginePool(engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
         spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes, detached)
         beside = [

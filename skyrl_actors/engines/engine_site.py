@@ -33,7 +33,7 @@ class EngineSite(Protocol):
 
     async def make(self) -> Handle: ...
 
-    def find(self) -> Handle | None:
+    def find(self, actors: remote.Actors) -> Handle | None:
         """Return the engine of an earlier controller, or None."""
         ...
 
@@ -84,10 +84,10 @@ class ActorSite:
             runtime_env={"env_vars": self.environment},
             **options,
         )
-        return remote.make_named(actor_class, self.spec)
+        return await remote.make_named(actor_class, self.spec)
 
-    def find(self) -> Handle | None:
-        return remote.named(self.name)
+    def find(self, actors: remote.Actors) -> Handle | None:
+        return actors.get(self.name)
 
     def kill(self, actor: Handle) -> None:
         remote.typed_ray.kill(actor)
@@ -126,7 +126,7 @@ class RankSite:
         await remote.gather(hosting, [name], "host an engine", self.timeout_s)
         return _in(rank)
 
-    def find(self) -> Handle | None:
+    def find(self, actors: remote.Actors) -> Handle | None:
         group = self.policy.group
         return _in(group.actors[self.rank]) if group else None
 

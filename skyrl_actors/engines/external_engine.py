@@ -21,6 +21,7 @@ from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.remote import Actors
 
 
 class ExternalEngine(EngineReplica):
@@ -51,7 +52,7 @@ class ExternalEngine(EngineReplica):
         self._running = 0
         self._partials = Partials()
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: Actors) -> bool:
         try:
             await self.start()
         except ConfigError as error:

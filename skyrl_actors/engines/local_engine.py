@@ -89,12 +89,12 @@ class LocalEngine(EngineReplica):
         lock = StateLock[str](version, enter, after_failure=DROPPED, retry=retry)
         return lock
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: remote.Actors) -> bool:
         """Attach to an earlier controller's engine if it runs and its spec equals the config's.
 
         The engine keeps the weights that it holds.
         """
-        actor = self.site.find()
+        actor = self.site.find(actors)
         report = await self._adopt(actor) if actor else None
         if actor is None or report is None or report.status is None:
             return False

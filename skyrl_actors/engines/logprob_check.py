@@ -31,6 +31,7 @@ from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SCORED_FILE, SamplerWeights
+from skyrl_actors.transfer.folders import manifests
 
 KEPT = 100
 LONGEST = MOST_TOKENS + 2 + OPENING_TOKENS + CONTINUED_TOKENS  # with an image and its marks
@@ -118,6 +119,13 @@ class LogprobCheck:
         said = self.attach(SamplerWeights(version=""), logprobs)
         kept = {"prompt": said.scored_prompt, "logprobs": said.scored, "dtype": said.scored_in}
         return {SCORED_FILE: json.dumps(kept)} if said.scored else {}
+
+    def open_sampler(self, base_model: str, folder: Path, version: str) -> SamplerWeights:
+        """Return saved weights, with the scores that are in their folder."""
+        parts = manifests(folder, version)
+        return self.load(
+            SamplerWeights(version=version, parts=parts, base_model=base_model), folder
+        )
 
     def load(self, weights: SamplerWeights, folder: Path) -> SamplerWeights:
         """Return the weights with the scores in this folder, or unchanged if it has none."""

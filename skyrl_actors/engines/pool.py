@@ -60,13 +60,11 @@ class EnginePool:
 
     def __init__(
         self,
-        service: str,
         config: EngineConfig,
         base_folder: Path,
         deliver: Deliver,
         logprob_check: LogprobCheck,
     ):
-        self._service = service
         self.config = config
         self.logprob_check = logprob_check
         self.engines: list[EngineReplica] = []
@@ -101,19 +99,17 @@ class EnginePool:
     def _living(self, managed: bool = False) -> list[EngineReplica]:
         return [e for e in self.engines if e.health == "HEALTHY" and (e.managed or not managed)]
 
-    async def take_over(self) -> list[bool]:
+    async def take_over(self, actors: remote.Actors) -> list[bool]:
         """Take over an earlier controller's engines; return for each engine whether it runs.
 
         Engines that the config no longer has are ended.
         """
         local = [engine for engine in self.engines if isinstance(engine, LocalEngine)]
-        wanted = {name for engine in local for name in engine.site.actor_names}
-        await remote.end_named(
-            [name for name in remote.names_with(f"{self._service}:engine:") if name not in wanted]
-        )
+        wanted = [name for engine in local for name in engine.site.actor_names]
+        await remote.end_named([n for n in actors if ":engine:" in n and n not in wanted])
         for engine in self.engines:
             engine.on_change = self._changed.set
-        return await asyncio.gather(*(engine.take_over() for engine in self.engines))
+        return await asyncio.gather(*(engine.take_over(actors) for engine in self.engines))
 
     async def start(self) -> None:
         await asyncio.gather(*(engine.start() for engine in self.engines))

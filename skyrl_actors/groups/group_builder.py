@@ -84,18 +84,18 @@ class GroupBuilder:
         self._reserved, self._restart = reserved, config.restart
         self._environment = environment | rank_environment(config, group_config)
 
-    def running(self) -> ActorGroup | None:
-        """Return the ranks of an earlier controller if all of them exist."""
+    def running(self, living: remote.Actors) -> ActorGroup | None:
+        """Return the ranks of an earlier controller if all of them live."""
         promoted = {
             status.spec: actor for actor, status in (self._standby.strays if self._standby else ())
         }
         actors = [
-            promoted.get(spec) or remote.named(name)
+            promoted.get(spec) or living.get(name)
             for name, spec in zip(self.names, self.specs, strict=True)
         ]
         return self._group([actor for actor in actors if actor]) if all(actors) else None
 
-    def make(self) -> ActorGroup:
+    async def make(self) -> ActorGroup:
         """Create the actor of every rank, from standby processes where possible.
 
         The ranks start when `start` is awaited. Raises InternalError while a name is in use.
@@ -106,11 +106,11 @@ class GroupBuilder:
             if actor is not None:
                 actor.become.remote(spec)
             else:
-                actor = self._new(name, slot.index, spec)
+                actor = await self._new(name, slot.index, spec)
             actors.append(actor)
         return self._group(actors)
 
-    def _new(self, name: str, bundle: int, spec: WorkerSpec) -> ActorHandle[Any]:
+    async def _new(self, name: str, bundle: int, spec: WorkerSpec) -> ActorHandle[Any]:
         actor_class = self._class.options(
             name=name,
             namespace=remote.NAMESPACE,
@@ -122,7 +122,7 @@ class GroupBuilder:
             runtime_env={"env_vars": self._environment},
             **self._lifetime,
         )
-        return remote.make_named(actor_class, spec)
+        return await remote.make_named(actor_class, spec)
 
     def _group(self, actors: list[ActorHandle[Any]]) -> ActorGroup:
         relay = relay_in(self._reserved, [slot.index for slot in self.slots])

@@ -78,14 +78,13 @@ class Standby(Supervisor):
         self._with_jax, self._class = with_jax, worker_class(kind)
         self._watching: asyncio.Task[None] | None = None
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: remote.Actors) -> bool:
         """Find the processes of an earlier controller; return whether an idle one runs.
 
         The others can be ranks of a group.
         """
-        for name in remote.names_with(self._prefix):
-            actor = remote.named(name)
-            if actor is None:
+        for name, actor in actors.items():
+            if not name.startswith(self._prefix):
                 continue
             try:
                 # A standby process that became a rank can be busy.
@@ -116,7 +115,7 @@ class Standby(Supervisor):
         while True:
             await asyncio.sleep(PAUSE_S)
             await self._groups_settled()
-            actor = self.actor = self._new()
+            actor = self.actor = await remote.ask(self._new)
             try:
                 await remote.gather(
                     [actor.warm.remote(self._base_folder, self._with_jax)],
@@ -187,4 +186,4 @@ class Standby(Supervisor):
     async def close(self) -> None:
         """Stop supervision and end the process."""
         await self.detach()
-        await remote.end_named(remote.names_with(self._prefix))
+        await remote.end_all(self._prefix)

@@ -49,9 +49,9 @@ class GroupSupervisor(Supervisor):
         self.on_restarted = lambda: on_up(builder.role)
         self._watching: list[asyncio.Task[None]] = []
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: remote.Actors) -> bool:
         """Attach to the ranks of an earlier controller if they run with the configured specs."""
-        running = self.builder.running()
+        running = self.builder.running(actors)
         try:
             if running is None or not await running.adopt(self.builder.specs):
                 return False
@@ -68,7 +68,7 @@ class GroupSupervisor(Supervisor):
         await self._make()
 
     async def _make(self) -> None:
-        group = self.builder.make()
+        group = await self.builder.make()
         progress = asyncio.create_task(self._report_programs(group))
         try:
             await group.start()

@@ -36,8 +36,11 @@ class Supervisor(ABC):
         self._detached = False  # supervision has stopped; an exit is expected
 
     @abstractmethod
-    async def take_over(self) -> bool:
-        """Attach to the part as an earlier controller left it; return whether it runs."""
+    async def take_over(self, actors: remote.Actors) -> bool:
+        """Attach to the part as an earlier controller left it; return whether it runs.
+
+        `actors` are those of the service that live.
+        """
 
     @abstractmethod
     async def start(self) -> None:

@@ -71,6 +71,8 @@ class FakeFactory:
         self.built: dict[str, Parkable] = {}
         self.facts: dict[str, Capabilities] = {}
 
+    async def stand_by(self) -> None: ...
+
     async def reserve(self) -> Residency:
         return Residency(
             dict.fromkeys(self.names, 1),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_actors.backends import running_parts
+from skyrl_actors.backends.lookout import Lookout
 from skyrl_actors.backends.running_parts import RunningParts
 from skyrl_actors.backends.site import Site
 from skyrl_actors.colocation.phases import Phase
@@ -28,7 +29,7 @@ class Group:
         self.parts: RunningParts | None = None
         self.group: Any = self if runs else None
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: Any) -> bool:
         return self.runs
 
     async def guarded(self, work: Any) -> Any:
@@ -67,7 +68,7 @@ class Engines:
     async def _sleep(self) -> None:
         return None
 
-    async def take_over(self) -> list[bool]:
+    async def take_over(self, actors: Any) -> list[bool]:
         return []
 
     async def stop(self, timeout_s: float) -> None:
@@ -78,27 +79,26 @@ def parts_with(group: Group, monkeypatch: pytest.MonkeyPatch) -> RunningParts:
     config = ClusterConfig.model_validate(
         {"placement": {"device": "gpu"}, "lora": {"max_full_models": 0}, "critic": None}
     )
-    site = Site(NOTHING, NOTHING, {}, is_shared=True)
-    parts = RunningParts(config, Path("/base"), print, True, print, site)
+    site = Site(NOTHING, NOTHING, {}, [], is_shared=True)
+    parts = RunningParts(config, Path("/base"), print, True, print, Lookout(config), site)
     group.parts = parts
 
-    async def prepare(epoch: int) -> tuple[str, bool]:
+    async def prepare(epoch: int) -> tuple[str, Any, bool]:
         parts.groups, parts._engines = {"policy": group}, Engines()  # type: ignore[assignment]
-        return "the plan", True
+        return "the site", {}, True
 
-    async def end_named(names: Any) -> None:
+    async def end_all(prefix: str) -> None:
         pass
 
     monkeypatch.setattr(parts, "_prepare", prepare)
-    monkeypatch.setattr(running_parts.remote, "names_with", lambda prefix: [])
-    monkeypatch.setattr(running_parts.remote, "end_named", end_named)
+    monkeypatch.setattr(running_parts.remote, "end_all", end_all)
     return parts
 
 
 async def test_parts_that_all_run_are_parked(monkeypatch: pytest.MonkeyPatch):
     group = Group(runs=True, moves=True)
     parts = parts_with(group, monkeypatch)
-    assert await parts.take_over(1) == "the plan"
+    assert await parts.take_over(1) == "the site"
     wanted = asyncio.create_task(group._joins())
     await asyncio.sleep(0.01)
     assert not wanted.done(), "nothing comes to the devices before `resume`"

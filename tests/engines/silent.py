@@ -9,7 +9,7 @@ from skyrl_actors.engines.replica import EngineReplica
 class Silent(EngineReplica):
     """An engine without a process."""
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: Any) -> bool:
         return False
 
     async def start(self) -> None:

@@ -83,7 +83,6 @@ def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
 
 def pool_of(count: int) -> EnginePool:
     pool = EnginePool(
-        "s",
         EngineConfig(),
         Path("/base"),
         nobody,

@@ -72,7 +72,7 @@ async def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
 
     config = ClusterConfig().logprob_check
     check = LogprobCheck(config, 1e-4, "float32", print)
-    pool = EnginePool("s", EngineConfig(), Path("/base"), deliver, check)
+    pool = EnginePool(EngineConfig(), Path("/base"), deliver, check)
 
     async def available() -> None: ...
 

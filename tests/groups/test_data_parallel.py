@@ -68,7 +68,7 @@ async def group_of(ranks: int, base: Path, name: str, **options: Any) -> ActorGr
         1,
         detached=False,
     )
-    group = builder.make()
+    group = await builder.make()
     await group.start()
     return group
 

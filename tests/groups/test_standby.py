@@ -91,36 +91,30 @@ def with_environment(environment: dict[str, str]) -> Standby:
     )
 
 
-def running(monkeypatch: pytest.MonkeyPatch, of: Standby, **status: Any) -> Process:
-    """Return a process of an earlier controller, with this status."""
+def running(of: Standby, **status: Any) -> tuple[Process, Any]:
+    """Return a process of an earlier controller with this status, and the actors that live."""
     process, answer = Process(), asyncio.get_running_loop().create_future()
     answer.set_result(
         RankStatus(spec=None, info=None, applied={}, pid=1, log_file="/dev/null", **status)
     )
     process.adopt = SimpleNamespace(remote=lambda epoch: answer)  # type: ignore[attr-defined]
-    monkeypatch.setattr(remote, "names_with", lambda prefix: [f"{of._own_prefix}1"])
-    monkeypatch.setattr(remote, "named", lambda name: process)
-    return process
+    return process, {f"{of._own_prefix}1": process, "s:policy:0": None}
 
 
-async def test_a_process_of_another_environment_is_not_taken_over(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_process_of_another_environment_is_not_taken_over(machine: Machine):
     old = with_environment({"NCCL_DEBUG": "INFO"})
     new = with_environment({"NCCL_DEBUG": "WARN"})
-    process = running(monkeypatch, old)
-    assert await old.take_over() and not process.killed
-    assert not await new.take_over() and process.killed
+    process, actors = running(old)
+    assert await old.take_over(actors) and not process.killed
+    assert not await new.take_over(actors) and process.killed
     await old.detach()
 
 
-async def test_a_process_of_another_version_is_not_taken_over(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_process_of_another_version_is_not_taken_over(machine: Machine):
     """It would run the old code as a rank of the new service."""
     standby = with_environment({})
-    process = running(monkeypatch, standby, protocol=PROTOCOL_VERSION - 1)
-    assert not await standby.take_over() and process.killed
+    process, actors = running(standby, protocol=PROTOCOL_VERSION - 1)
+    assert not await standby.take_over(actors) and process.killed
 
 
 async def _settled() -> None: ...

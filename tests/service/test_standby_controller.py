@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_actors.backends.lookout import LOOK_S
 from tests.conftest import run_cli
 from tests.service.own_service import DATUM, own_service, process_in, status, steps
 
@@ -67,6 +69,34 @@ def test_each_process_takes_over_in_turn_and_no_step_is_lost_or_done_twice(
         assert after["groups"]["policy"]["pids"] == before["groups"]["policy"]["pids"]
     assert found == wanted
     assert len(processes) == 3
+
+
+def test_a_takeover_does_not_wait_for_the_server_of_ray(served: tuple[str, str]):
+    name, url = served
+    client = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    model, undisturbed = (
+        client.create_lora_training_client("skyrl-actors/tiny", rank=4, seed=2).result()
+        for _ in range(2)
+    )
+    wanted, found = steps(undisturbed, 3), steps(model, 1)
+    before = with_standby(name)
+    time.sleep(LOOK_S + 2)  # the standby has looked at what runs
+    with stopped("gcs_server"):
+        os.kill(process_in(before["process"]), signal.SIGKILL)
+        found += steps(model, 2)
+    assert found == wanted
+    assert with_standby(name)["process"] == before["standby"]
+
+
+@contextmanager
+def stopped(program: str) -> Iterator[None]:
+    """Let the one process of this program stand still."""
+    (process,) = (p for p in psutil.process_iter(["name"]) if p.info["name"] == program)
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
 
 
 def test_the_death_of_the_standby_disturbs_nobody_and_is_shown(served: tuple[str, str]):

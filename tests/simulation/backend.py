@@ -360,6 +360,8 @@ class SimBackend:
             ):
                 self.machines.exports.pop(path, None)
 
+    async def stand_by(self) -> None: ...
+
     async def start(self, epoch: int) -> ServedModels:
         self.epoch = epoch
         self.machines.listener = lambda: self.dead or self.on_lost(self.name, "policy")
@@ -623,6 +625,8 @@ class SimFactory:
         here = [one.name for one in self.built if one.is_here]
         if len(here) > self.capacity:
             self.crowded.append(here)
+
+    async def stand_by(self) -> None: ...
 
     async def reserve(self) -> Residency:
         self.capacity = self.chance.randint(1, len(self.fleet))

@@ -1,6 +1,6 @@
 import asyncio
 import itertools
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -36,7 +36,7 @@ class Part(Supervisor):
 
     failures = 0
 
-    async def take_over(self) -> bool:
+    async def take_over(self, actors: Any) -> bool:
         return False
 
     async def start(self) -> None:

@@ -84,7 +84,7 @@ async def pool_with(transfer: Any) -> tuple[EnginePool, Group, Any]:
     supervisor: Any = SimpleNamespace(group=group, down=None, name="the policy group")
     delivery = Delivery(transfer, supervisor)
     check = LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print)
-    pool = EnginePool("s", EngineConfig(), Path("/base"), delivery.deliver, check)
+    pool = EnginePool(EngineConfig(), Path("/base"), delivery.deliver, check)
     engines: Any = [Engine(i) for i in range(len(WORKERS))]
     for engine in engines:
         engine._load = pool.load
