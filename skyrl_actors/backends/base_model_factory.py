@@ -51,7 +51,7 @@ class RayBaseModelFactory:
 
     async def reserve(self) -> Residency:
         """Reserve the slots. Return all base models, on disk. Raises ConfigError."""
-        found = await self._lookout.remembered()
+        found = await self._lookout.if_server_is_away()
         self._sites = dict(found.sites) if found is not None else await self._reserved()
         self._counts = CountsExport(self._config.name)
         site = next(iter(self._sites.values()))

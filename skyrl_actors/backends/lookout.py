@@ -9,13 +9,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from placement.types import DoesNotFit
 from skyrl_actors import remote
 from skyrl_actors.backends.site import Site, standing_sites
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.messages.errors import SkyrlActorsError
 
 log = logging.getLogger(__name__)
 LOOK_S = 10.0
 PATIENCE_S = 1.0  # Ray's server answers within milliseconds
+# A cluster can change while it is looked at.
+UNCLEAR = (remote.RayError, SkyrlActorsError, DoesNotFit, LookupError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Found:
 
 
 class Lookout:
-    """Look for what runs of a service, and remember it for a time without Ray's server."""
+    """Look for what runs of a service, and keep it for a time without Ray's server."""
 
     def __init__(self, config: ClusterConfig):
         self._config = config
@@ -44,7 +48,7 @@ class Lookout:
         while True:
             try:
                 self._found = await self._look()
-            except Exception:  # a cluster can change while it is looked at
+            except UNCLEAR:
                 log.warning("what runs of the service was not found", exc_info=True)
             await asyncio.sleep(LOOK_S)
 
@@ -57,7 +61,7 @@ class Lookout:
                 actor.__ray_ready__.remote()  # its address is asked for at the first call
         return Found(sites, actors) if sites else None
 
-    async def remembered(self) -> Found | None:
+    async def if_server_is_away(self) -> Found | None:
         """Return what was found last if Ray's server does not answer now. None: ask the server."""
         if self._found is None:
             return None

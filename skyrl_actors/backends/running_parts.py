@@ -194,7 +194,7 @@ class RunningParts:
 
     async def _arrive(self) -> tuple[Site, remote.Actors]:
         """Return where the parts run or will run, and the actors of earlier controllers."""
-        config, found = self._config, await self._lookout.remembered()
+        config, found = self._config, await self._lookout.if_server_is_away()
         if found is not None:
             return found.sites[config.base_model.name], found.actors_of(self._prefix)
         site = self._site or await reserved_site(

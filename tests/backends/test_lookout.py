@@ -1,4 +1,4 @@
-"""What a standby controller remembers of a service while Ray's server is away."""
+"""What a standby controller uses of a service while Ray's server is away."""
 
 import asyncio
 import threading
@@ -82,15 +82,15 @@ async def looked(lookout: Lookout) -> None:
 async def test_what_was_found_is_used_only_while_the_server_is_away(server: Server):
     lookout = Lookout(config())
     await looked(lookout)
-    assert await lookout.remembered() is None, "the server answers, so it is asked"
+    assert await lookout.if_server_is_away() is None, "the server answers, so it is asked"
     server.there.clear()
-    found = await lookout.remembered()
+    found = await lookout.if_server_is_away()
     assert found is not None and found.actors == server.actors
     (of_base,) = found.sites.values()
     assert (of_base.reserved, of_base.nodes) == (HERE, NODES)
     server.there.set()
     await asyncio.sleep(0.05)
-    assert await lookout.remembered() is None
+    assert await lookout.if_server_is_away() is None
 
 
 async def test_each_process_is_called_once_so_that_its_address_is_known(server: Server):
@@ -106,8 +106,8 @@ async def test_many_callers_wait_once_for_a_server_that_is_away(server: Server):
     await looked(lookout)
     server.there.clear()
     began = asyncio.get_running_loop().time()
-    await asyncio.gather(*(lookout.remembered() for _ in range(20)))
-    assert await lookout.remembered() is not None
+    await asyncio.gather(*(lookout.if_server_is_away() for _ in range(20)))
+    assert await lookout.if_server_is_away() is not None
     assert lookout._asked_until <= began + 2 * module.PATIENCE_S, "one question for all"
 
 
@@ -118,17 +118,17 @@ async def test_the_last_answer_is_kept_while_the_server_is_away(server: Server):
     server.there.clear()
     await asyncio.sleep(0.1)
     await remote.ended(following)
-    assert await lookout.remembered() is not None
+    assert await lookout.if_server_is_away() is not None
 
 
 @pytest.mark.parametrize("looks", [False, True])
-async def test_nothing_is_remembered_of_a_service_that_does_not_run(server: Server, looks: bool):
+async def test_nothing_is_kept_of_a_service_that_does_not_run(server: Server, looks: bool):
     server.reserved = None if looks else HERE
     lookout = Lookout(config())
     if looks:
         await looked(lookout)
     server.there.clear()
-    assert await lookout.remembered() is None
+    assert await lookout.if_server_is_away() is None
 
 
 async def test_a_look_that_fails_is_repeated(server: Server, monkeypatch: pytest.MonkeyPatch):
@@ -143,7 +143,7 @@ async def test_a_look_that_fails_is_repeated(server: Server, monkeypatch: pytest
     lookout = Lookout(config())
     await looked(lookout)
     server.there.clear()
-    found = await lookout.remembered()
+    found = await lookout.if_server_is_away()
     assert found is not None and found.actors == server.actors
 
 
