@@ -22,8 +22,7 @@ SLOT = 3
 class Process:
     """An actor whose start and death the test decides."""
 
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.warmed, self.ended = loop.create_future(), loop.create_future()
         self.killed = False
         self.warm = SimpleNamespace(remote=lambda folder, with_jax: self.warmed)
@@ -38,6 +37,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.made: list[Process] = []
+        self._loop = asyncio.get_running_loop()  # actors are created in threads
         self.said: list[str] = []
         self.settled = asyncio.Event()
         self.settled.set()
@@ -54,7 +54,7 @@ class Machine:
         return self
 
     def remote(self, spec: None) -> Process:
-        self.made.append(Process())
+        self.made.append(Process(self._loop))
         return self.made[-1]
 
     @staticmethod
@@ -93,7 +93,8 @@ def with_environment(environment: dict[str, str]) -> Standby:
 
 def running(of: Standby, **status: Any) -> tuple[Process, Any]:
     """Return a process of an earlier controller with this status, and the actors that live."""
-    process, answer = Process(), asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    process, answer = Process(loop), loop.create_future()
     answer.set_result(
         RankStatus(spec=None, info=None, applied={}, pid=1, log_file="/dev/null", **status)
     )
