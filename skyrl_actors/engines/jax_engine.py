@@ -127,6 +127,7 @@ class JaxEngine:
                     for draw in await asyncio.to_thread(self._computed, self.generator.step):
                         if asked := self._asked.get(draw.request):
                             asked.grown(draw)
+                    self._deadlines.steps += 1
                 self._idle.set()
         except Exception as error:
             log.exception("%s cannot compute", self.spec.name)
@@ -158,7 +159,7 @@ class JaxEngine:
         """Sample. `version` names the weights; with an adapter, the base plus that adapter.
 
         Raises InvalidRequest for what this model or adapter cannot do, InternalError after the
-        deadline.
+        deadline, and StateLost after it if nothing at all is computed.
         """
         if pictures:
             raise InvalidRequest("engines of type jax take no images; use engine.type vllm")
@@ -182,19 +183,14 @@ class JaxEngine:
         return as_output(prompt, draws, version, params)
 
     async def _drawn(self, request_id: str, params: SamplingParams, draws: Sequence[Draw]) -> None:
-        """Draw until all sequences have ended. Raises InternalError after the deadline."""
+        """Draw until all sequences have ended, or until the deadline of a sample."""
         asked = self._asked[request_id] = _Asked(draws, self._report_to(request_id, params))
         try:
-            async with self._deadlines.within():
+            async with self._deadlines.of_sample(request_id, self.spec.name):
                 self._idle.clear()
                 self.generator.add(draws)
                 self._work.set()
                 await asked.done
-        except TimeoutError:
-            raise InternalError(
-                f"request {request_id} did not finish within {self.spec.call_timeout_s:.0f} s "
-                f"on engine {self.spec.name}"
-            ) from None
         finally:
             for draw in draws:
                 draw.cancelled = True

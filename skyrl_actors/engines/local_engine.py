@@ -5,6 +5,7 @@ below it dies.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -185,17 +186,20 @@ class LocalEngine(EngineReplica):
     ) -> Any:
         """Call the actor over its RPC connection.
 
-        With engine.in_flight=keep the engine itself applies a sample's deadline, because only it
-        knows when the sample was frozen. Here a status call checks that the engine still answers.
+        The engine itself applies a sample's deadline, because only it knows how long the sample
+        waited for an adapter, or was frozen. A late sample must not end an engine that others use:
+        here a status call checks that the engine still answers.
         """
         method = getattr(EngineCalls, name)
         call = asyncio.ensure_future(rpc.call(method, self.epoch, *arguments, **named))
+        waits = 1 if name != "sample" else 2 if self.config.in_flight != "keep" else math.inf
+        timeout_s = self.restart.call_timeout_s
         try:
-            while not (await asyncio.wait((call,), timeout=self.restart.call_timeout_s))[0]:
-                if name != "sample" or self.config.in_flight != "keep":
+            while not (await asyncio.wait((call,), timeout=timeout_s))[0]:
+                waits -= 1
+                if not waits:
                     raise remote.Overdue(
-                        f"{name}: no answer within {self.restart.call_timeout_s:g} s "
-                        f"from {self.name}"
+                        f"{name}: no answer within {timeout_s:g} s from {self.name}"
                     )
                 await self._status_of(actor)
             return call.result()

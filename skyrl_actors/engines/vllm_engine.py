@@ -66,7 +66,7 @@ class VllmEngine:
         self._routed: RoutedExperts | None = None
         self._tool_calls: ToolCalls | None = None
         self._prompts = VllmPrompts(spec.base_folder, spec.max_images)
-        self._stats = LastStats()
+        self._stats = LastStats(self._deadlines)
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
         self.dead = asyncio.Event()  # vLLM's own process has ended
@@ -163,7 +163,8 @@ class VllmEngine:
         """Sample. `version` names the weights; with an adapter, the base plus that adapter.
 
         Raises InvalidRequest for parameters that vLLM refuses. Raises InternalError after the
-        deadline, or if vLLM sampled with other weights.
+        deadline, or if vLLM sampled with other weights. Raises StateLost after the deadline if vLLM
+        computes nothing at all.
         """
         if params.processes and not self._processes_logprobs:
             raise InvalidRequest(
@@ -177,7 +178,7 @@ class VllmEngine:
         output: Any = None
         self._running += 1
         try:
-            async with self._deadlines.within():
+            async with self._deadlines.of_sample(request_id, self.spec.name):
                 given = await self._prompts.given(prompt, pictures)
                 stream = self.llm.generate(
                     given,
@@ -194,11 +195,6 @@ class VllmEngine:
         except EngineDeadError as error:
             self.dead.set()
             raise InternalError(await self.why(error)) from error
-        except TimeoutError:
-            raise InternalError(
-                f"request {request_id} did not finish within {self.spec.call_timeout_s:.0f} s "
-                f"on engine {self.spec.name}"
-            ) from None
         finally:
             self._running -= 1
             self._adapters.release(adapter)

@@ -4,11 +4,17 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from skyrl_actors.engines.deadlines import PausableDeadlines
+
 
 class LastStats(StatLoggerBase):
-    """A stat logger and its own factory: vLLM calls it once for each engine core, here one."""
+    """A stat logger and its own factory: vLLM calls it once for each engine core, here one.
 
-    def __init__(self) -> None:
+    It counts vLLM's steps in `deadlines`.
+    """
+
+    def __init__(self, deadlines: PausableDeadlines) -> None:
+        self._deadlines = deadlines
         self.waiting = 0
         self.kv_usage = 0.0
         self.prefix_queries = 0
@@ -24,6 +30,7 @@ class LastStats(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
+        self._deadlines.steps += 1
         if scheduler_stats is not None:
             self.waiting = (
                 scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs

@@ -6,6 +6,8 @@ import time
 import pytest
 
 from skyrl_actors.engines.deadlines import PausableDeadlines
+from skyrl_actors.engines.vllm_stats import LastStats
+from skyrl_actors.messages.errors import InternalError, StateLost
 
 
 async def test_a_block_ends_at_its_deadline():
@@ -63,3 +65,26 @@ async def test_a_pause_in_the_moment_of_a_deadline_does_not_fail():
             time.sleep(0.1)  # noqa: ASYNC251  both are due in the next pass of the loop
             await asyncio.sleep(5)
     await paused
+
+
+async def late(deadlines: PausableDeadlines, steps: int) -> None:
+    async with deadlines.of_sample("r1", "engine[0]"):
+        deadlines.steps += steps
+        await asyncio.sleep(5)
+
+
+async def test_a_late_sample_fails_alone_while_its_engine_computes():
+    with pytest.raises(InternalError, match=r"r1 did not finish within 0 s on engine\[0\]") as late_:
+        await late(PausableDeadlines(0.02), steps=1)
+    assert not isinstance(late_.value, StateLost)
+
+
+async def test_an_engine_that_computed_nothing_until_the_deadline_is_lost():
+    with pytest.raises(StateLost, match="computed nothing meanwhile"):
+        await late(PausableDeadlines(0.02), steps=0)
+
+
+async def test_vllm_counts_its_steps():
+    deadlines = PausableDeadlines(1.0)
+    LastStats(deadlines).record(None, None)
+    assert deadlines.steps == 1

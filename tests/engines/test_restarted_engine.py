@@ -144,3 +144,53 @@ async def test_an_engine_that_starts_is_asked_nothing(pool: EnginePool):
     engine.may_start.set()
     await starting
     assert engine.health == "HEALTHY" and not engine.processes[0].calls
+
+
+class Connection:
+    """An RPC connection to an engine whose calls last `seconds`."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    async def call(self, *_: Any, **named: Any) -> str:
+        await asyncio.sleep(self._seconds)
+        return "answered"
+
+
+class WithStatus(LocalEngine):
+    """A local engine whose process tells its status while `answers`."""
+
+    answers = True
+
+    async def _status_of(self, actor: Any) -> Any:
+        if not self.answers:
+            raise StateLost("status: no answer")
+
+
+@pytest.fixture
+def slow_engine() -> WithStatus:
+    site: Any = SimpleNamespace(spec=SimpleNamespace(name="engine[0]", device="cpu"))
+    restart = RestartConfig(call_timeout_s=0.2)
+    loader: Any = None
+    return WithStatus(site, EngineConfig(), restart, 1, loader, print, EnginePlace(1))
+
+
+async def called(engine: LocalEngine, name: str, seconds: float) -> Any:
+    rpc: Any = Connection(seconds)
+    actor: Any = None
+    return await engine._call_rpc(actor, rpc, name)
+
+
+async def test_a_sample_that_is_late_does_not_end_an_engine_that_answers(slow_engine: WithStatus):
+    """The engine refuses the sample itself, at the same time or a little later."""
+    assert await called(slow_engine, "sample", 0.3) == "answered"
+    with pytest.raises(remote.Overdue, match="partial: no answer within 0.2 s"):
+        await called(slow_engine, "partial", 0.3)
+
+
+async def test_an_engine_that_does_not_answer_is_lost(slow_engine: WithStatus):
+    with pytest.raises(remote.Overdue, match="sample: no answer within 0.2 s"):
+        await called(slow_engine, "sample", 30)
+    slow_engine.answers = False
+    with pytest.raises(StateLost, match="status: no answer"):
+        await called(slow_engine, "sample", 0.3)
