@@ -6,20 +6,17 @@ found before, because ranks and engines can be called without that server.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from placement.types import DoesNotFit
 from skyrl_actors import remote
 from skyrl_actors.backends.site import Site, standing_sites
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.messages.errors import SkyrlActorsError
 
 log = logging.getLogger(__name__)
 LOOK_S = 10.0
 PATIENCE_S = 1.0  # Ray's server answers within milliseconds
-# A cluster can change while it is looked at.
-UNCLEAR = (remote.RayError, SkyrlActorsError, DoesNotFit, LookupError, RuntimeError, ValueError)
+MOST_MISSES = 10  # failed looks in a row, after which nothing is known any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +26,6 @@ class Found:
     sites: Mapping[str, Site]
     actors: remote.Actors
 
-    def actors_of(self, prefix: str) -> remote.Actors:
-        """Return those whose names start with `prefix`."""
-        return {name: actor for name, actor in self.actors.items() if name.startswith(prefix)}
-
 
 class Lookout:
     """Look for what runs of a service, and keep it for a time without Ray's server."""
@@ -40,16 +33,22 @@ class Lookout:
     def __init__(self, config: ClusterConfig):
         self._config = config
         self._found: Found | None = None
+        self._misses = 0
         self._asked: asyncio.Task[object] | None = None
         self._asked_until = 0.0
 
     async def follow(self) -> None:
-        """Look again every `LOOK_S`. What was found last is kept while Ray's server is away."""
+        """Look again every `LOOK_S`. What was found last is kept while Ray's server is away.
+
+        A look can fail in any way, because a cluster can change while it is looked at.
+        """
         while True:
-            try:
-                self._found = await self._look()
-            except UNCLEAR:
-                log.warning("what runs of the service was not found", exc_info=True)
+            (found,) = await asyncio.gather(self._look(), return_exceptions=True)
+            if isinstance(found, BaseException):
+                log.warning("what runs of the service was not found", exc_info=found)
+                self._misses += 1
+            else:
+                self._found, self._misses = found, 0
             await asyncio.sleep(LOOK_S)
 
     async def _look(self) -> Found | None:
@@ -61,9 +60,25 @@ class Lookout:
                 actor.__ray_ready__.remote()  # its address is asked for at the first call
         return Found(sites, actors) if sites else None
 
+    async def arrive(
+        self, site: Site | None, reserve: Callable[[], Awaitable[Site]], prefix: str
+    ) -> tuple[Site, remote.Actors]:
+        """Return where a base model runs or will run, and its actors, named with `prefix`.
+
+        `site` is known already if base models share it; otherwise the service has one base model.
+        """
+        found = await self.if_server_is_away()
+        if found is None:
+            return site or await reserve(), await remote.ask(remote.living, prefix)
+        actors = {name: a for name, a in found.actors.items() if name.startswith(prefix)}
+        return site or next(iter(found.sites.values())), actors
+
     async def if_server_is_away(self) -> Found | None:
-        """Return what was found last if Ray's server does not answer now. None: ask the server."""
-        if self._found is None:
+        """Return what was found last if Ray's server does not answer now. None: ask the server.
+
+        After its first answer nothing is kept, because the caller then changes what runs.
+        """
+        if self._found is None or self._misses > MOST_MISSES:
             return None
         now = asyncio.get_running_loop().time()
         if self._asked is None or self._asked.done():
@@ -71,6 +86,7 @@ class Lookout:
             self._asked_until = now + PATIENCE_S
         done, _ = await asyncio.wait({self._asked}, timeout=max(0.0, self._asked_until - now))
         if done and self._asked.exception() is None:
+            self._found = None
             return None
         log.warning("Ray's server does not answer; taking over what ran before")
         return self._found

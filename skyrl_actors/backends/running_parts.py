@@ -26,7 +26,7 @@ from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.engines.build import build_pool
+from skyrl_actors.engines.build import build_pool, end_others
 from skyrl_actors.engines.interface import LIBRARIES
 from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.groups.standby import Standby
@@ -128,6 +128,9 @@ class RunningParts:
     async def take_over(self, epoch: int) -> Site | None:
         """Park the parts of an earlier controller. If not all run, end the others; return None."""
         site, actors, standby_runs = await self._prepare(epoch)
+        if not actors:  # a base model on disk
+            await self.detach()
+            return None
         groups = await asyncio.gather(*(each.take_over(actors) for each in self.groups.values()))
         engines = zip(self.engines.engines, await self.engines.take_over(actors), strict=True)
         all_run = all((*groups, *(runs for engine, runs in engines if engine.managed)))
@@ -192,20 +195,13 @@ class RunningParts:
             if number != TORN and (group := self.groups["policy"].group) is not None:
                 await group.write_versions(model_id, ())
 
-    async def _arrive(self) -> tuple[Site, remote.Actors]:
-        """Return where the parts run or will run, and the actors of earlier controllers."""
-        config, found = self._config, await self._lookout.if_server_is_away()
-        if found is not None:
-            return found.sites[config.base_model.name], found.actors_of(self._prefix)
-        site = self._site or await reserved_site(
-            config, self._base_folder, self._report, self._detached
-        )
-        return site, await remote.ask(remote.living, self._prefix)
+    async def _reserve(self) -> Site:
+        return await reserved_site(self._config, self._base_folder, self._report, self._detached)
 
     async def _prepare(self, epoch: int) -> tuple[Site, remote.Actors, bool]:
         """Build the objects of all parts. The last result: whether a standby process runs."""
         config, environment = self._config, actor_environment(self._config)
-        site, actors = await self._arrive()
+        site, actors = await self._lookout.arrive(self._site, self._reserve, self._prefix)
         plan, reserved, devices = site.plan, site.reserved, site.devices
         if not site.is_shared:
             self._slots = SlotWatch(reserved)
@@ -241,6 +237,7 @@ class RunningParts:
             self._report,
             engine_bytes(config, shape_in(self._base_folder)),
         )
+        await end_others(self._engines, actors, f"{self._prefix}engine:")
         self._engines.prepare_with(self._bases.ensure)
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         return site, actors, standby_runs

@@ -64,7 +64,7 @@ async def reserved_site(
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
         plan = await ask(placed_on, plan, reserved)
-        return await _placed(config, plan, reserved, nodes)
+        return await _placed(config, plan, reserved, await ask(cluster_nodes))
     except (DoesNotFit, ConfigError) as error:
         await ask(remove_placement_group, reserved)
         raise ConfigError(str(error)) from error
@@ -89,7 +89,7 @@ async def shared_sites(
         plan = service_plan(config, await ask(cluster_nodes, True))
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
-        plan = await ask(placed_on, plan, reserved)
+        plan, nodes = await ask(placed_on, plan, reserved), await ask(cluster_nodes)
         sites = {
             name: await _placed(own, part_of(plan, own.name), reserved, nodes)
             for name, own in served.items()

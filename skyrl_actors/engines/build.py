@@ -8,6 +8,7 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup
 
 from placement.types import Plan, Slot
+from skyrl_actors import remote
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.engine_site import ActorSite, EngineSite, RankSite
 from skyrl_actors.engines.external_engine import ExternalEngine
@@ -155,3 +156,10 @@ def external_members(config: ClusterConfig, report: Callable[[str], None]) -> li
             ExternalEngine(f"external[{number}]", asked, key, config.engine, config.restart, report)
         )
     return found
+
+
+async def end_others(pool: EnginePool, actors: remote.Actors, prefix: str) -> None:
+    """End engines of an earlier controller, named with `prefix`, that the pool does not have."""
+    local = [engine for engine in pool.engines if isinstance(engine, LocalEngine)]
+    wanted = [name for engine in local for name in engine.site.actor_names]
+    await remote.end_named([n for n in actors if n.startswith(prefix) and n not in wanted])

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 import psutil
-from tokenizers import Tokenizer
 
 from skyrl_actors.engines import received_files
+from skyrl_actors.engines.answer_ends import Decode, decode_of, end_ids_of
 from skyrl_actors.engines.check_prompt import continuation, opening
 from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
 from skyrl_actors.engines.jax_adapters import JaxAdapters
-from skyrl_actors.engines.jax_samples import as_output, draws_of, end_ids_of, so_far
+from skyrl_actors.engines.jax_samples import as_output, draws_of, so_far
 from skyrl_actors.engines.last_exception import own_last_exception
 from skyrl_actors.engines.logprob_check import SCORING
 from skyrl_actors.engines.partials import Partials
@@ -66,7 +66,8 @@ class JaxEngine:
         self._work, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._stepping: asyncio.Task[None] | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._decode: Decode | None = None
+        self._end_ids = frozenset[int]()
         self._check_prompt: tuple[int, ...] = ()
 
     async def start(self) -> None:
@@ -82,8 +83,9 @@ class JaxEngine:
             adapters=spec.max_loras,
             budget=spec.max_num_batched_tokens,
         )
-        file = Path(spec.base_folder) / "tokenizer.json"
-        self._tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+        folder = Path(spec.base_folder)
+        self._decode = await asyncio.to_thread(decode_of, folder)
+        self._end_ids = await asyncio.to_thread(end_ids_of, folder, self._network.config)
         await asyncio.to_thread(self.generator.make_cache)
         if spec.prepare_s:
             await asyncio.to_thread(
@@ -172,8 +174,8 @@ class JaxEngine:
                 prompt,
                 params,
                 loaded,
-                end_ids_of(self._network.config),
-                self._decoded if self._tokenizer else None,
+                self._end_ids,
+                self._decode,
                 self.spec.max_model_len,
                 self._network.arch.vocab,
             )
@@ -201,10 +203,6 @@ class JaxEngine:
         if not params.stream:
             return None
         return lambda draw: self.partials.grow(request_id, so_far(draw, params))
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(list(tokens))
 
     async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoadedAdapter | None:
         """Return the adapter, which is then in use, when the engine holds the needed weights."""

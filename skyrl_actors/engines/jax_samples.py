@@ -1,13 +1,14 @@
 """Convert sampling parameters to sequences of a JAX engine, and these to sample outputs."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.engines.answer_ends import Decode
 from skyrl_actors.engines.prompt_scores import EMPTY_CELL, LEAST_TEMPERATURE, prompt_scores
 from skyrl_actors.jax_workers.draws import Draw, LoadedAdapter, Scores
 from skyrl_actors.messages.errors import InvalidRequest
@@ -15,15 +16,10 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.results import Sequence as Answer
 
-Decode = Callable[[Sequence[int]], str]
-
-
-def end_ids_of(config: Any) -> frozenset[int]:
-    """Return the end-of-text tokens of a model's own config."""
-    found: int | list[int] | None = getattr(config, "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+# Each token before a stop text's end adds at least a quarter of a character, or belongs to the
+# first character that is decoded.
+TOKENS_A_CHARACTER = 4
+SPARE_TOKENS = 8
 
 
 def draws_of(
@@ -100,13 +96,17 @@ def _stop_in(
     tokens: Sequence[int],
     start: int,
 ) -> int | None:
-    """Return how many tokens an answer has that stops behind `start`, or None if it goes on."""
+    """Return how many tokens an answer has that stops behind `start`, or None if it goes on.
+
+    Only the end of the answer is decoded, from where a stop text can begin.
+    """
     by_id = next((i + 1 for i in range(start, len(tokens)) if tokens[i] in ids), None)
     if texts and decode:
-        end = by_id or len(tokens)
-        if any(text in decode(tokens[:end]) for text in texts):
+        end, longest = by_id or len(tokens), max(map(len, texts))
+        begin = max(0, start - TOKENS_A_CHARACTER * longest - SPARE_TOKENS)
+        if any(text in decode(tokens[begin:end]) for text in texts):
             for count in range(start + 1, end + 1):
-                if any(text in decode(tokens[:count]) for text in texts):
+                if any(text in decode(tokens[begin:count]) for text in texts):
                     return count
     return by_id
 

@@ -100,13 +100,7 @@ class EnginePool:
         return [e for e in self.engines if e.health == "HEALTHY" and (e.managed or not managed)]
 
     async def take_over(self, actors: remote.Actors) -> list[bool]:
-        """Take over an earlier controller's engines; return for each engine whether it runs.
-
-        Engines that the config no longer has are ended.
-        """
-        local = [engine for engine in self.engines if isinstance(engine, LocalEngine)]
-        wanted = [name for engine in local for name in engine.site.actor_names]
-        await remote.end_named([n for n in actors if ":engine:" in n and n not in wanted])
+        """Take over an earlier controller's engines; return for each engine whether it runs."""
         for engine in self.engines:
             engine.on_change = self._changed.set
         return await asyncio.gather(*(engine.take_over(actors) for engine in self.engines))

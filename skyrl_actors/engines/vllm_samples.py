@@ -53,6 +53,7 @@ def vllm_params(params: SamplingParams, never: int | None = None) -> VllmSamplin
         stop_token_ids=ids or None,
         ignore_eos=stop is not None and not params.stop_at_end_too,
         detokenize=bool(texts),
+        skip_special_tokens=False,  # a stop text can be one
         logprobs=params.topk_sample_logprobs + params.processes,
         extra_args={FLAG: params.processed_logprobs or TEMPERATURE_ONLY}
         if params.processes

@@ -258,6 +258,7 @@ def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams)
         "stop": [s for s in stop or () if isinstance(s, str)],
         "stop_token_ids": [s for s in stop or () if isinstance(s, int)],
         "ignore_eos": stop is not None and not params.stop_at_end_too,
+        "skip_special_tokens": False,  # a stop text can be one
         "logprobs": params.topk_sample_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,

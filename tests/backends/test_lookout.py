@@ -82,7 +82,6 @@ async def looked(lookout: Lookout) -> None:
 async def test_what_was_found_is_used_only_while_the_server_is_away(server: Server):
     lookout = Lookout(config())
     await looked(lookout)
-    assert await lookout.if_server_is_away() is None, "the server answers, so it is asked"
     server.there.clear()
     found = await lookout.if_server_is_away()
     assert found is not None and found.actors == server.actors
@@ -90,7 +89,9 @@ async def test_what_was_found_is_used_only_while_the_server_is_away(server: Serv
     assert (of_base.reserved, of_base.nodes) == (HERE, NODES)
     server.there.set()
     await asyncio.sleep(0.05)
-    assert await lookout.if_server_is_away() is None
+    assert await lookout.if_server_is_away() is None, "the server answers, so it is asked"
+    server.there.clear()
+    assert await lookout.if_server_is_away() is None, "the caller has changed what runs"
 
 
 async def test_each_process_is_called_once_so_that_its_address_is_known(server: Server):
@@ -132,7 +133,7 @@ async def test_nothing_is_kept_of_a_service_that_does_not_run(server: Server, lo
 
 
 async def test_a_look_that_fails_is_repeated(server: Server, monkeypatch: pytest.MonkeyPatch):
-    answers = iter([RuntimeError("the node is gone"), *[{}] * 3])
+    answers = iter([RuntimeError("the node is gone"), OSError("no connection"), *[{}] * 3])
 
     def living(prefix: str) -> Any:
         if isinstance(answer := next(answers, server.actors), Exception):
@@ -164,6 +165,10 @@ async def test_gpu_ids_are_read_once_for_the_same_slots(
     assert placed == [HERE, "other slots"]
 
 
+async def arrived_at(parts: RunningParts) -> tuple[Site, Any]:
+    return await parts._lookout.arrive(parts._site, parts._reserve, parts._prefix)
+
+
 async def test_parts_arrive_where_they_ran_without_the_server(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ):
@@ -177,7 +182,7 @@ async def test_parts_arrive_where_they_ran_without_the_server(
     known = Site(Plan(device="CPU", slots=slots), HERE, {}, NODES)
     lookout = Lookout(config())
     parts = RunningParts(config(), Path("/base"), print, True, print, lookout)
-    assert await parts._arrive() == (known, server.actors)
+    assert await arrived_at(parts) == (known, server.actors)
     await looked(lookout)
     server.there.clear()
     lookout._found = replace(
@@ -185,5 +190,45 @@ async def test_parts_arrive_where_they_ran_without_the_server(
         actors=server.actors | {"service.1:policy:0": "of another shard"},
     )
     async with asyncio.timeout(5):
-        arrived, actors = await parts._arrive()
+        arrived, actors = await arrived_at(parts)
     assert arrived.reserved == HERE and actors == server.actors
+
+
+async def test_what_was_found_is_too_old_after_looks_that_failed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    lookout = Lookout(config())
+    await looked(lookout)
+
+    def fails(prefix: str) -> Any:
+        raise OSError("no connection")
+
+    monkeypatch.setattr(remote, "living", fails)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    following = asyncio.create_task(lookout.follow())
+    await asyncio.sleep(0.3)
+    await remote.ended(following)
+    server.there.clear()
+    assert await lookout.if_server_is_away() is None
+
+
+async def test_a_base_model_on_disk_does_not_wait_for_the_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    def wait(name: str) -> None:
+        assert server.there.wait(10)
+
+    monkeypatch.setattr(remote, "named", wait)
+    base = config().model_copy(update={"name": "service:other"})
+    its_site = Site(Plan(device="CPU", slots=()), HERE, {}, NODES, is_shared=True)
+    lookout = Lookout(config())
+    await looked(lookout)
+    parts = RunningParts(base, Path("/base"), print, True, print, lookout, its_site)
+
+    async def prepare(epoch: int) -> tuple[Site, Any, bool]:
+        return *await arrived_at(parts), False
+
+    monkeypatch.setattr(parts, "_prepare", prepare)
+    server.there.clear()
+    async with asyncio.timeout(5):
+        assert await parts.take_over(1) is None

@@ -85,7 +85,7 @@ def parts_with(group: Group, monkeypatch: pytest.MonkeyPatch) -> RunningParts:
 
     async def prepare(epoch: int) -> tuple[str, Any, bool]:
         parts.groups, parts._engines = {"policy": group}, Engines()  # type: ignore[assignment]
-        return "the site", {}, True
+        return "the site", {"an": "actor"}, True
 
     async def end_all(prefix: str) -> None:
         pass

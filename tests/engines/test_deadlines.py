@@ -74,9 +74,11 @@ async def late(deadlines: PausableDeadlines, steps: int) -> None:
 
 
 async def test_a_late_sample_fails_alone_while_its_engine_computes():
-    with pytest.raises(InternalError, match=r"r1 did not finish within 0 s on engine\[0\]") as late_:
+    with pytest.raises(
+        InternalError, match=r"r1 did not finish within 0 s on engine\[0\]"
+    ) as found:
         await late(PausableDeadlines(0.02), steps=1)
-    assert not isinstance(late_.value, StateLost)
+    assert not isinstance(found.value, StateLost)
 
 
 async def test_an_engine_that_computed_nothing_until_the_deadline_is_lost():

@@ -268,7 +268,8 @@ def test_requests_of_every_kind_are_answered(random_base: Path):
         stopped = (await asked(stop=(third,))).sequences[0]
         assert stopped.stop_reason == "stop" and stopped.tokens[-1] == third
         assert len(stopped.tokens) == several[0].tokens.tolist().index(third) + 1
-        text = engine._decoded(several[0].tokens[:4].tolist())
+        assert engine._decode is not None
+        text = engine._decode(several[0].tokens[:4].tolist())
         by_text = (await asked(stop=(text[-1],))).sequences[0]
         assert by_text.stop_reason == "stop" and len(by_text.tokens) <= 4
         shown = (await asked(temperature=0.5, top_k=4, processed_logprobs=True)).sequences[0]

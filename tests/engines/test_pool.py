@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from placement.types import Node
+from skyrl_actors import remote
 from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.config.cluster import (
     ClusterConfig,
@@ -19,7 +20,7 @@ from skyrl_actors.config.cluster import (
     RestartConfig,
 )
 from skyrl_actors.config.transfers import StreamTransferConfig
-from skyrl_actors.engines.build import build_pool
+from skyrl_actors.engines.build import build_pool, end_others
 from skyrl_actors.engines.check_prompt import fixed_prompt
 from skyrl_actors.engines.engine_site import ActorSite
 from skyrl_actors.engines.interface import EngineStatus
@@ -252,3 +253,19 @@ async def test_a_dead_engine_is_restarted_by_a_sample_for_another():
     dead.health = "DEAD"
     await pool.any_healthy(weights, params)
     assert began == [dead.name]
+
+
+async def test_only_engines_that_the_config_no_longer_has_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A base model can be called `engine`: then the names of all its parts contain that word."""
+    ended: list[str] = []
+
+    async def end_named(names: list[str]) -> None:
+        ended.extend(names)
+
+    monkeypatch.setattr(remote, "end_named", end_named)
+    ranks = ("s:engine:policy:0", "s:engine:standby:0")
+    actors: Any = dict.fromkeys((*ranks, "s:engine:engine:0", "s:engine:engine:1"))
+    await end_others(pool_of(0), actors, "s:engine:engine:")
+    assert ended == ["s:engine:engine:0", "s:engine:engine:1"]

@@ -184,12 +184,12 @@ async def called(engine: LocalEngine, name: str, seconds: float) -> Any:
 async def test_a_sample_that_is_late_does_not_end_an_engine_that_answers(slow_engine: WithStatus):
     """The engine refuses the sample itself, at the same time or a little later."""
     assert await called(slow_engine, "sample", 0.3) == "answered"
-    with pytest.raises(remote.Overdue, match="partial: no answer within 0.2 s"):
+    with pytest.raises(remote.Overdue, match=r"partial: no answer within 0.2 s"):
         await called(slow_engine, "partial", 0.3)
 
 
 async def test_an_engine_that_does_not_answer_is_lost(slow_engine: WithStatus):
-    with pytest.raises(remote.Overdue, match="sample: no answer within 0.2 s"):
+    with pytest.raises(remote.Overdue, match=r"sample: no answer within 0.2 s"):
         await called(slow_engine, "sample", 30)
     slow_engine.answers = False
     with pytest.raises(StateLost, match="status: no answer"):

@@ -157,6 +157,27 @@ def test_samples(model: tinker.TrainingClient):
     assert cut.stop_reason == "stop" and cut.tokens == greedy[0][: greedy[0].index(stop) + 1]
 
 
+def test_a_stop_text_can_be_a_special_token(client: tinker.ServiceClient, service: Service):
+    """Scripts name the mark at the end of a turn, which the text that people read leaves out."""
+    tokenizer = AutoTokenizer.from_pretrained(service.base)
+    sampler = client.create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints(tokens(5, seed=2))
+
+    def draw(seed: int, stop: list[str]) -> types.SampledSequence:
+        params = types.SamplingParams(max_tokens=100, seed=seed, stop=stop)
+        return sampler.sample(prompt, 1, params).result().sequences[0]
+
+    marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in ("<|im_start|>", "<|im_end|>")}
+    seed, free = next(
+        (seed, one)
+        for seed in range(50)
+        if not marks.keys().isdisjoint((one := draw(seed, [])).tokens)
+    )
+    at = next(i for i, token in enumerate(free.tokens) if token in marks)
+    cut = draw(seed, [marks[free.tokens[at]]])
+    assert cut.stop_reason == "stop" and cut.tokens == free.tokens[: at + 1]
+
+
 def test_a_sample_ends_at_a_stop_text(client: tinker.ServiceClient, service: Service):
     tokenizer = AutoTokenizer.from_pretrained(service.base)
     sampler = client.create_sampling_client(base_model="tiny").result()
