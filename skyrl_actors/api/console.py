@@ -109,6 +109,7 @@ def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
         "fault": status.get("fault")
         if viewer.all or not status.get("fault")
         else "the service is recovering",
+        "warning": status.get("warning") if viewer.all else None,  # it may have paths and log lines
         "queued": sum(queued.values()),
         "num_models": len(models),
         "models": [

@@ -183,11 +183,17 @@ def _named(text: str, names: Mapping[str, str]) -> str:
 
 @router.get(PREFIX + "link")
 async def link(path: str, request: Request) -> JSONResponse:
-    """Return a signed link to the archive of a checkpoint that this viewer may see."""
+    """Return a signed link to the archive of a checkpoint that this viewer may see.
+
+    The audit log has the links that admins ask for to checkpoints of other keys.
+    """
     viewer, where = await viewer_of(request), parse_path(path)
     if not viewer.sees(where.model_id) or where.kind == "steps":
         raise NotFound(f"no checkpoint {where}")
-    await state_of(request).client.calls.checkpoint_spec(where)  # raises without one
+    calls, owner = state_of(request).client.calls, viewer.owner
+    await calls.checkpoint_spec(where)  # raises without one
+    if owner is not None and owner_of(where.model_id) != owner:
+        await calls.note_access("read", owner, str(where))
     (found,), _ = await signed_links(request, where, [""])
     return JSONResponse({"url": found})
 

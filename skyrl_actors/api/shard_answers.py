@@ -94,23 +94,24 @@ def newest_acts(found: Mapping[int, list[AuditEntry]], arguments: Arguments) -> 
 def history(found: Mapping[int, list[HistoryPoint]], _: Arguments) -> list[HistoryPoint]:
     """Add up the totals of each minute, oldest first.
 
-    A shard counts with its last point before that, and not at all before its first one.
+    A shard counts with its last point before that. Before its first one it counts with this, so
+    that what it did before the first minute is not taken for what it did within a minute.
     """
     left = {number: deque(points) for number, points in found.items()}
-    last: dict[int, HistoryPoint] = {}
+    last = {number: points[0] for number, points in found.items() if points}
     summed: list[HistoryPoint] = []
     minutes = {int(point.at // MINUTE_S) for points in left.values() for point in points}
     for minute in sorted(minutes):
         for number, points in left.items():
             while points and points[0].at // MINUTE_S <= minute:
                 last[number] = points.popleft()
-        summed.append(_sum(list(last.values())))
+        summed.append(_sum(list(last.values()), minute))
     return summed
 
 
-def _sum(points: Sequence[HistoryPoint]) -> HistoryPoint:
+def _sum(points: Sequence[HistoryPoint], minute: int) -> HistoryPoint:
     return HistoryPoint(
-        at=max(point.at for point in points),
+        at=max(point.at for point in points if point.at // MINUTE_S <= minute),
         trained_tokens=sum(point.trained_tokens for point in points),
         sampled_tokens=sum(point.sampled_tokens for point in points),
         failed=sum(point.failed for point in points),

@@ -231,8 +231,9 @@ class CatalogueBackend:
         """Return the state of all base models, and the parts of all that are loaded."""
         bases = self._bases.lock.status()
         found: dict[str, Any] = {"base_models": bases, "groups": {}, "engines": [], "devices": {}}
-        for name, backend in list(self._bases.backends.items()):
-            own = await backend.status()
+        loaded = dict(self._bases.backends)
+        answers = await asyncio.gather(*(backend.status() for backend in loaded.values()))
+        for name, own in zip(loaded, answers, strict=True):
             bases[name]["phase"] = own.get("phase")
             found["groups"] |= {f"{name} {role}": g for role, g in own.get("groups", {}).items()}
             found["engines"] += [

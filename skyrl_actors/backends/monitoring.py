@@ -10,7 +10,9 @@ import psutil
 
 from skyrl_actors.backends.exporter import Exporter
 from skyrl_actors.colocation.phase_lock import PhaseLock
+from skyrl_actors.engines.interface import EngineStatus
 from skyrl_actors.engines.pool import EnginePool
+from skyrl_actors.engines.replica import EngineReplica
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.device_usage import DeviceUsage
 from skyrl_actors.messages.errors import InternalError
@@ -54,6 +56,47 @@ class Devices:
     def add(self, devices: Iterable[DeviceUsage]) -> None:
         for device in devices:
             self.found[device.uuid] = asdict(device)
+
+
+async def _status_of(engine: EngineReplica) -> EngineStatus | str:
+    """Return an engine's status, or why there is none."""
+    if engine.health != "HEALTHY":
+        return engine.health
+    try:
+        return await engine.status()
+    except InternalError as error:
+        return str(error)
+
+
+def _group_row(supervisor: GroupSupervisor, ranks: list[RankUsage]) -> dict[str, Any]:
+    return {
+        "ranks": len(supervisor.builder.names),
+        "state": supervisor.down or "up",
+        "restarts": supervisor.restarts,
+        "refused": supervisor.refused,
+        "rss_bytes": [rank.rss_bytes for rank in ranks],
+        "devices": list(dict.fromkeys(d.uuid for rank in ranks for d in rank.devices)),
+        "paths": _paths(ranks),
+        "pids": supervisor.group.pids if supervisor.group else [],
+    }
+
+
+def _engine_row(engine: EngineReplica, status: EngineStatus | str) -> dict[str, Any]:
+    row = {"name": engine.name, "state": engine.health, "restarts": engine.restarts}
+    if isinstance(status, str):
+        return row | {"state": status}
+    return row | {
+        "version": status.loaded_version,
+        "adapters": len(status.adapters),
+        "asleep": status.asleep,
+        "running": status.running,
+        "waiting": status.waiting,
+        "rss_bytes": status.rss_bytes,
+        "devices": [device.uuid for device in status.devices],
+        "kv_usage": round(status.kv_usage, 4),
+        "prefix_hit_rate": round(status.prefix_hits / max(status.prefix_queries, 1), 4),
+        "weight_version": number_of(status.loaded_version),
+    }
 
 
 class Monitoring:
@@ -106,49 +149,20 @@ class Monitoring:
         }
 
     async def read(self) -> dict[str, Any]:
-        groups, devices = {}, Devices()
-        for supervisor in self._groups:
-            ranks = await self._usage(supervisor)
+        """Ask all parts at the same time, because some may not answer until the deadline."""
+        of_groups, of_engines = await asyncio.gather(
+            asyncio.gather(*map(self._usage, self._groups)),
+            asyncio.gather(*map(_status_of, self._engines.engines)),
+        )
+        devices, groups = Devices(), {}
+        for supervisor, ranks in zip(self._groups, of_groups, strict=True):
             devices.add(device for rank in ranks for device in rank.devices)
-            groups[supervisor.role] = {
-                "ranks": len(supervisor.builder.names),
-                "state": supervisor.down or "up",
-                "restarts": supervisor.restarts,
-                "refused": supervisor.refused,
-                "rss_bytes": [rank.rss_bytes for rank in ranks],
-                "devices": list(dict.fromkeys(d.uuid for rank in ranks for d in rank.devices)),
-                "paths": _paths(ranks),
-                "pids": supervisor.group.pids if supervisor.group else [],
-            }
+            groups[supervisor.role] = _group_row(supervisor, ranks)
         engines: list[dict[str, Any]] = []
-        for engine in self._engines.engines:
-            row: dict[str, Any] = {
-                "name": engine.name,
-                "state": engine.health,
-                "restarts": engine.restarts,
-            }
-            if engine.health == "HEALTHY":
-                try:
-                    status = await engine.status()
-                except InternalError as error:
-                    row["state"] = str(error)
-                else:
-                    devices.add(status.devices)
-                    row |= {
-                        "version": status.loaded_version,
-                        "adapters": len(status.adapters),
-                        "asleep": status.asleep,
-                        "running": status.running,
-                        "waiting": status.waiting,
-                        "rss_bytes": status.rss_bytes,
-                        "devices": [device.uuid for device in status.devices],
-                        "kv_usage": round(status.kv_usage, 4),
-                        "prefix_hit_rate": round(
-                            status.prefix_hits / max(status.prefix_queries, 1), 4
-                        ),
-                        "weight_version": number_of(status.loaded_version),
-                    }
-            engines.append(row)
+        for engine, status in zip(self._engines.engines, of_engines, strict=True):
+            if isinstance(status, EngineStatus):
+                devices.add(status.devices)
+            engines.append(_engine_row(engine, status))
         return {
             "groups": groups,
             "engines": engines,

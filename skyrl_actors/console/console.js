@@ -94,7 +94,9 @@ function drawPhases(state) {
 
 function drawHistory(state) {
   const counts = state.counts || {};
-  history.push({ at: state.at, trained: counts.trained_tokens || 0, sampled: counts.sampled_tokens || 0, open: state.open_requests || 0 });
+  const shards = (state.shards || []).filter((one) => one.open_requests !== null).map((one) => one.shard).join();
+  if (history.length && history[history.length - 1].shards !== shards) history.length = 0; // other sums
+  history.push({ shards, at: state.at, trained: counts.trained_tokens || 0, sampled: counts.sampled_tokens || 0, open: state.open_requests || 0 });
   while (history.length && history[0].at < state.at - KEPT_S) history.shift();
   const rate = (name) => history.slice(1).map((now, i) => Math.max(0, now[name] - history[i][name]) / Math.max(now.at - history[i].at, 1e-3));
   const times = history.map((one) => seen(one.at));
@@ -339,8 +341,8 @@ async function look() {
     at("phase").textContent = state.phase || "no backend";
     at("phase").style.color = COLOURS[state.phase] || "";
     const well = state.ready && !state.fault && state.mode === "running";
-    at("health").textContent = well ? "ready" : state.fault || (state.ready ? state.mode : "starting");
-    at("health").className = `pill ${well ? "good" : "bad"}`;
+    at("health").textContent = well ? (state.warning ? "ready, with a warning" : "ready") : state.fault || (state.ready ? state.mode : "starting");
+    at("health").className = `pill ${well && !state.warning ? "good" : "bad"}`;
     at("uptime").textContent = `up ${ago(state.uptime_s)}, controller ${state.epoch}`;
     at("key-form").hidden = state.key === "none needed";
     drawCards(state);
@@ -356,7 +358,7 @@ async function look() {
       runsRead = Date.now();
       await drawRuns();
     }
-    said(null);
+    said(state.warning);
     document.documentElement.dataset.drawn = "yes";
   } catch (error) {
     said(error);

@@ -50,6 +50,12 @@ STATUS = {
 }
 
 
+def test_warnings_are_for_admins_because_they_can_quote_logs():
+    status = STATUS | {"warning": "the disk has 1.5 GiB left"}
+    admin, ann = (visible(status, viewer) for viewer in (Viewer(True), Viewer(False, "a" * 10)))
+    assert (admin["warning"], ann["warning"]) == ("the disk has 1.5 GiB left", None)
+
+
 def test_each_viewer_sees_totals_and_its_own_objects():
     everything, nobody, ann = (
         visible(STATUS, viewer) for viewer in (Viewer(True), Viewer(False), Viewer(False, "a" * 10))

@@ -117,7 +117,9 @@ async def test_pages_of_other_sites_cannot_act(site: str, tmp_path: Path):
 async def test_a_checkpoint_can_be_downloaded_by_its_owner(tmp_path: Path):
     http = HttpConfig(api_keys=(f"ann={ANN}", f"bob={BOB}"))
     async with edge(config_for(tmp_path, http=http)) as anyone:
-        ann, bob = holder(anyone, ANN), holder(anyone, BOB)
+        admin = StoredKey(digest=digest_of(ROOT), name="ops", role="admin", created_at=1.0)
+        await keys_of(anyone).add_key(admin, "eve")
+        ann, bob, root = (holder(anyone, key) for key in (ANN, BOB, ROOT))
         session = (await posted(ann, "/create_session"))["session_id"]
         await resolved(ann, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
         model_id = f"{session}:train:0"
@@ -131,8 +133,13 @@ async def test_a_checkpoint_can_be_downloaded_by_its_owner(tmp_path: Path):
         assert archive.status_code == 200 and archive.content
         assert (await bob.get(f"{PAGE}/link", params=named)).status_code == 404
         assert (await anyone.get(f"{PAGE}/link", params=named)).status_code == 404
+        assert "read" not in [one.act for one in await keys_of(anyone).audit(9)]
+        assert (await root.get(f"{PAGE}/link", params=named, headers=local)).status_code == 200
+        (noted,) = [one for one in await keys_of(anyone).audit(9) if one.act == "read"]
+        assert "ops" in noted.actor and named["path"] in str(noted)
         named["path"] += "2"
-        assert (await ann.get(f"{PAGE}/link", params=named)).status_code == 404
+        for key in (ann, root):
+            assert (await key.get(f"{PAGE}/link", params=named)).status_code == 404
 
 
 @pytest.mark.parametrize(
