@@ -55,12 +55,16 @@ async def reserved_site(
     Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
     nodes = await ask(cluster_nodes)
-    plan = whole_plan(config, nodes)
-    check_memory(config, base_folder, plan, with_host_shares(config, nodes), report)
-    # If the free resources do not suffice, the plan of all resources stays: an earlier controller
-    # of this service may hold some of them, or other programs may end.
+    plan, hosts = whole_plan(config, nodes), with_host_shares(config, nodes)
+    check_memory(config, base_folder, plan, hosts, report)
+    # If the free resources do not suffice, or their devices are too small, the plan of all
+    # resources stays: an earlier controller of this service may hold some of them, or other
+    # programs may end.
     with suppress(ConfigError):
-        plan = service_plan(config, await ask(cluster_nodes, True))
+        free = service_plan(config, await ask(cluster_nodes, True))
+        if free != plan:
+            check_memory(config, base_folder, free, hosts, report)
+        plan = free
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
         plan = await ask(placed_on, plan, reserved)
@@ -86,7 +90,10 @@ async def shared_sites(
     for name, own in served.items():
         check_memory(own, folders[name], part_of(plan, own.name), hosts, report)
     with suppress(ConfigError):
-        plan = service_plan(config, await ask(cluster_nodes, True))
+        free = service_plan(config, await ask(cluster_nodes, True))
+        for name, own in served.items() if free != plan else ():
+            check_memory(own, folders[name], part_of(free, own.name), hosts, report)
+        plan = free
     reserved = await _reserved(config, plan, len(nodes), report, detached)
     try:
         plan, nodes = await ask(placed_on, plan, reserved), await ask(cluster_nodes)

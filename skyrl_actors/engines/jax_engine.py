@@ -182,6 +182,8 @@ class JaxEngine:
             await self._drawn(request_id, params, draws)
         finally:
             self._adapters.release(adapter)
+        if draws[0].scores == "dense":  # that takes seconds
+            return await asyncio.to_thread(as_output, prompt, draws, version, params)
         return as_output(prompt, draws, version, params)
 
     async def _drawn(self, request_id: str, params: SamplingParams, draws: Sequence[Draw]) -> None:

@@ -5,6 +5,7 @@ checkpoints and all that surrounds a pass are the same code for both.
 """
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class JaxNetwork(Network):
         self._lent: Base | None = None  # arrays of another network, which are not freed here
         # Least recently used first. Without a form: weights of a full fine-tune.
         self._cache: OrderedDict[tuple[int, Form | None], _Cached] = OrderedDict()
+        self._caching = threading.RLock()  # several threads compile programs at the start
 
     def plan(self, parts: Sequence[tuple[Sequence[int], np.ndarray]], budget: int) -> list[Pass]:
         return plan_passes(parts, budget)
@@ -85,14 +87,15 @@ class JaxNetwork(Network):
 
     def _made(self, views: Views, form: Form | None, make: Callable[[], Any]) -> Any:
         version = tuple(view._version for view in views.values())
-        held = self._cache.get((id(views), form))
-        if held is None or held.views is not views or held.version != version:
-            held = self._cache[id(views), form] = _Cached(views, version, make())
-        self._cache.move_to_end((id(views), form))
-        adapters = [key for key in self._cache if key[1] is not None]
-        for key in adapters[: -(self.max_adapters + 1)]:  # one is the empty place
-            del self._cache[key]
-        return held.arrays
+        with self._caching:
+            held = self._cache.get((id(views), form))
+            if held is None or held.views is not views or held.version != version:
+                held = self._cache[id(views), form] = _Cached(views, version, make())
+            self._cache.move_to_end((id(views), form))
+            adapters = [key for key in self._cache if key[1] is not None]
+            for key in adapters[: -(self.max_adapters + 1)]:  # one is the empty place
+                del self._cache[key]
+            return held.arrays
 
     def beside(self, max_adapters: int) -> "JaxNetwork":
         """Return a network with the arrays of this base, and with adapters of its own.
@@ -124,8 +127,9 @@ class JaxNetwork(Network):
 
     def forget(self, views: Views) -> None:
         """Free the arrays of a deleted model."""
-        for key in [key for key in self._cache if key[0] == id(views)]:
-            del self._cache[key]
+        with self._caching:
+            for key in [key for key in self._cache if key[0] == id(views)]:
+                del self._cache[key]
 
 
 @dataclass

@@ -306,11 +306,11 @@ def test_limits_of_the_engine_hold(random_base: Path):
             InvalidRequest, match="the prompt has the token id 9999999; the model's"
         ):
             await engine.sample("r", (1, 9999999), how, None, BASE_VERSION)
-        tokenizer, engine._tokenizer = engine._tokenizer, None
+        decode, engine._decode = engine._decode, None
         with pytest.raises(InvalidRequest, match=r"stop texts need a tokenizer\.json"):
             text = replace(how, stop=("x",))
             await engine.sample("r", PROMPT, text, None, BASE_VERSION)
-        engine._tokenizer = tokenizer
+        engine._decode = decode
         calls = [
             asyncio.create_task(engine.sample(str(i), PROMPT, how, None, BASE_VERSION))
             for i in range(12)
