@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from placement.crowded import crowded
 from placement.memory import (
     ADAPTER_BYTES,
     PHASES,
@@ -117,6 +118,18 @@ def memory_plan(
     )
 
 
+def _crowded(config: ClusterConfig, memory: MemoryPlan, plan: Plan, nodes: list[Node]) -> list[str]:
+    """Describe nodes without GPUs whose memory does not suffice for all kinds of slots on them."""
+    if config.placement.device == "gpu":
+        return []
+    kinds = {who: device for device in memory.parts for who in device.split(" & ")}
+    counts = {node.name: Counter[str]() for node in nodes}
+    for slot in plan.slots:
+        if (kind := kinds.get(slot.holds[0][0])) and slot.node in counts:
+            counts[slot.node][kind] += 1
+    return crowded(memory, [(n.host_bytes, counts[n.name]) for n in nodes if n.host_bytes])
+
+
 def engine_bytes(config: ClusterConfig, shape: ModelShape) -> int:
     """Return the most bytes of an engine on one device, without the context of its process."""
     parts = engine_parts(_engine(config), _with_layout(shape, config))
@@ -224,7 +237,8 @@ def _sizes(
     """Return the smallest device of the plan, the reserved share, and host bytes for a device.
 
     A node's host memory is divided by the largest number of devices that one kind uses on it.
-    Kinds on separate devices of a node may need very different amounts, so they are not summed.
+    Kinds on separate devices of a node may need very different amounts, so they do not share it
+    equally. `crowded` sums them where nothing leaves memory.
     """
     alike = Counter((slot.node, slot.holds[0][0]) for slot in plan.slots)
     used = {
@@ -253,19 +267,21 @@ def checked(
 ) -> tuple[MemoryPlan, list[str]]:
     """Return the memory plan and what does not fit, with changes that make it fit."""
     made = memory_plan(config, shape, plan, nodes)
-    found = [*complaints(made, with_keys=False), *too_small(config, shape)]
+    crowds = _crowded(config, made, plan, nodes)
+    found = [*complaints(made, with_keys=False), *crowds, *too_small(config, shape)]
     if config.placement.memory_check == "off" or not found:
         return made, []
 
     def fits(other: ClusterConfig) -> bool:
         memory = memory_plan(other, shape, plan, nodes)
-        return not complaints(memory) and not too_small(other, shape)
+        crowds = _crowded(other, memory, plan, nodes)
+        return not complaints(memory) and not crowds and not too_small(other, shape)
 
     over = max((over for device, _, over in made.shortfalls() if "engine" in device), default=0)
     advice = source.advice(remedies(config, source, fits, over))
     if advice:
         found.append(f"it fits with {', or with '.join(advice)}")
-    elif made.shortfalls():
+    elif made.shortfalls() or crowds:
         found.append(NOTHING_HELPS)
     if advice and source.command:
         found.append(f"for example: {source.command} {advice[0]}")

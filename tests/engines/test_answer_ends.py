@@ -65,7 +65,7 @@ def test_the_end_of_a_long_answer_is_found_as_in_its_whole_text(
     texts = ("aé", "\U0001f600b", "c", "abcabc", END)
     stop = tuple(rng.sample(texts, rng.randint(1, 3)))
     words = (*"abcé\U0001f600", "ab", "aé", "\U0001f600", END)
-    drawn = tokenizer.encode("".join(rng.choice(words) for _ in range(60)))
+    drawn = tokenizer.encode("".join(rng.choice(words) for _ in range(60)) + stop[0])
     decode = decode_of(random_base)
     assert decode is not None
     wanted = next(

@@ -443,6 +443,27 @@ def test_on_a_cpu_separate_roles_do_not_halve_each_others_memory():
         assert made.device_bytes == part * 2**30
 
 
+@pytest.mark.parametrize("layout", ["colocated", "split", "mixed"])
+def test_on_a_cpu_all_parts_of_a_node_must_fit_into_its_memory(layout: Any):
+    """Nothing leaves that memory, so a layout changes little."""
+    group = GroupConfig(num_ranks=1, dtype="float32")
+    config = ClusterConfig(
+        placement=PlacementConfig(layout=layout),
+        policy=group,
+        critic=group,
+        lora=LoraConfig(max_adapters=2, max_full_models=0, max_host_gib=4),
+        engine=EngineConfig(num_engines=1, dtype="float32", kv_cache_bytes=2 * 2**30),
+    )
+
+    def found(gib: int) -> list[str]:
+        nodes = [Node(name="n", cpus=16, gpus=0, host_bytes=gib * 2**30)]
+        return checked(config, QWEN3_8B, plan_for(config, nodes), nodes)[1]
+
+    assert found(110) and not found(400)
+    if layout == "split":
+        assert found(110)[0].startswith("1 x policy + 1 x critic + 1 x engine on one node need ")
+
+
 def test_offloaded_parts_are_counted_in_host_memory():
     made, _ = plan_of(ask_of())
     (device,) = made.parts
