@@ -21,7 +21,8 @@ from skyrl_actors.engines.check_prompt import fixed_prompt
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
 from skyrl_actors.engines.logprob_check import SCORING
 from skyrl_actors.engines.vllm_engine import VllmEngine
-from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.transfer.folders import full_manifests
 
@@ -171,3 +172,20 @@ async def test_a_live_update_that_vllm_does_not_take_is_refused_at_the_start(
             pass
     async with engine_for(base, takes_full_weights=False) as engine:
         assert (await engine.status()).loaded_version == BASE_VERSION
+
+
+@pytest.mark.slow
+async def test_a_late_sample_fails_alone_because_vllm_computes(tmp_path: Path):
+    base = saved(Qwen3Config(**SIZE | {"tie_word_embeddings": True}), tmp_path / "base")
+    how = SamplingParams(max_tokens=100, seed=1, stop=())
+    async with engine_for(base) as engine:
+        before = engine._deadlines.steps
+        await engine.sample("r1", (1, 2), how, None, BASE_VERSION)
+        assert engine._deadlines.steps - before >= 100
+        engine._deadlines._seconds = 0.05
+        with pytest.raises(InternalError, match="r2 did not finish") as found:
+            await engine.sample("r2", (1, 2), how, None, BASE_VERSION)
+        assert not isinstance(found.value, StateLost) and not engine.dead.is_set()
+        engine._deadlines._seconds = 60.0
+        (one,) = (await engine.sample("r3", (1, 2), how, None, BASE_VERSION)).sequences
+        assert len(one.tokens) == 100
